@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fp4_inductor.passes import matches, missed, reset_matches, rope_attention
+from fp4_inductor.passes import missed, rope_attention
 
 B, H, KV, S = 2, 4, 2, 16
 
@@ -16,7 +16,6 @@ B, H, KV, S = 2, 4, 2, 16
 @pytest.fixture(autouse=True)
 def everywhere(monkeypatch):
     monkeypatch.setattr(rope_attention, "serves", lambda node: True)
-    reset_matches()
 
 
 def rotate_half(x):
@@ -103,18 +102,23 @@ class Layer(torch.nn.Module):
         return torch.ops.fp4.cached_attention(q, k, v, caches[0], caches[1], position, arrivals=arrivals)
 
 
-@torch.no_grad()
-def compared(layer, queries=1):
-    """How often the pass rewrote, and why not; the result and the caches are those of eager code."""
-    x, position = torch.randn(B, queries, 32, dtype=layer.dtype), torch.tensor(5)
-    theirs, ours = layer.cache(), layer.cache()
-    want = layer(x, *theirs, position)
-    with missed.listen() as left:
-        got = torch.compile(layer, fullgraph=True)(x, *ours, position)
-    bound = 2e-6 if layer.dtype == torch.float32 else 2e-2
-    for a, b in ((got, want), (ours[0], theirs[0])):
-        assert float((a.double() - b.double()).norm()) <= bound * float(b.double().norm())
-    return matches().get("rope_attention", 0), [m.reason for m in left]
+@pytest.fixture
+def compared(compiled):
+    """``compared(layer)``: how often the pass rewrote, and why not; the result and the caches are those of eager code."""
+
+    @torch.no_grad()
+    def run(layer, queries=1):
+        x, position = torch.randn(B, queries, 32, dtype=layer.dtype), torch.tensor(5)
+        theirs, ours = layer.cache(), layer.cache()
+        want = layer(x, *theirs, position)
+        with missed.listen() as left:
+            c = compiled(layer, x, *ours, position)
+        bound = 2e-6 if layer.dtype == torch.float32 else 2e-2
+        for a, b in ((c.result, want), (ours[0], theirs[0])):
+            assert float((a.double() - b.double()).norm()) <= bound * float(b.double().norm())
+        return c.matches.get("rope_attention", 0), [m.reason for m in left]
+
+    return run
 
 
 FORMS = {
@@ -134,7 +138,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_what_becomes_a_prologue(form):
+def test_what_becomes_a_prologue(compared, form):
     layer = Layer(**FORMS[form])
     assert compared(layer) == (1, [])
     assert compared(layer, queries=3)[1] == []
@@ -160,16 +164,16 @@ APART = {
 
 
 @pytest.mark.parametrize("case", APART)
-def test_what_is_another_computation_is_left_alone(case):
+def test_what_is_another_computation_is_left_alone(compared, case):
     options, reason = APART[case]
     assert compared(Layer(**options)) == (0, [reason])
 
 
-def test_a_key_that_another_operation_reads():
+def test_a_key_that_another_operation_reads(compared):
     assert compared(Shared()) == (0, ["another operation reads the query or the key that is attended with"])
 
 
-def test_another_norm_stays_in_front():
+def test_another_norm_stays_in_front(compared):
     """The rotation is taken all the same."""
     assert compared(Layer(norm=centred)) == (1, [])
 
