@@ -85,7 +85,7 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [pytest.param(f, marks=pytest.mark.slow if f in ("mistral", "qwen2") else ()) for f in FAMILIES])  # which are as Llama
 def test_decode_steps(chained, family):
     model = fp4_inductor.quantize_model(build(family, BF16), progress=False)
 

@@ -296,7 +296,10 @@ def decode_step(family):
     return lambda ids: model(input_ids=ids, use_cache=False).logits
 
 
-@pytest.mark.parametrize("family", MODELS)
+AS_ANOTHER = ("mistral", "qwen2", "gemma2")  # as Llama, and as Gemma 3
+
+
+@pytest.mark.parametrize("family", [pytest.param(family, marks=pytest.mark.slow if family in AS_ANOTHER else ()) for family in MODELS])
 def test_families(folded, family):
     c, left = folded(decode_step(family), torch.tensor([[5]]))
     want = MODELS[family]
