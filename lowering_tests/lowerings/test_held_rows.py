@@ -219,7 +219,7 @@ def test_a_compiler_that_keeps_the_graph_and_forgets_the_guards(three_regimes):
     refused(later, 4, 1)
 
 
-@pytest.mark.parametrize(("low", "high", "example"), [(17, 512, 300), (1, 16, 12)])
+@pytest.mark.parametrize(("low", "high", "example"), [(17, 512, 300), pytest.param(1, 16, 12, marks=pytest.mark.slow)])
 def test_ahead_of_time_the_cpp_wrapper_checks(three_regimes, tmp_path, capfd, low, high, example):
     exported = torch.export.export(three_regimes, (x(example),), dynamic_shapes=({0: torch.export.Dim("m", min=low, max=high)},))
     package = torch._inductor.aoti_compile_and_package(exported, package_path=str(tmp_path / "layer.pt2"))
