@@ -173,11 +173,11 @@ def test_verify_fails_above_a_limit(fp4, written, limit, why):
 
 
 def test_recover_trains_and_writes(fp4, written, tmp_path):
-    before = "from fp4_inductor.models import recover; recover.SEQUENCES, recover.TOKENS = 16, 32"
-    more = ("--source", DENSE, "--text", NOVEL, "--text-tokens", "4096", "--steps", "4", "--batch", "2", "--json")
+    before = "from fp4_inductor.cli import recover; recover._WINDOW = 32\nfrom fp4_inductor.models import recover; recover.SEQUENCES, recover.TOKENS = 16, 32"
+    more = ("--source", DENSE, "--text", NOVEL, "--text-tokens", "512", "--steps", "4", "--batch", "2", "--json")
     found = fp4("recover", written("native"), tmp_path / "out", *more, before=before).must().json
-    assert (found["out"], found["steps"], found["tokens"]) == (str(tmp_path / "out"), 4, 4 * 2 * 256)
-    assert found["text"].startswith("4096 given tokens and ") and found["kept"] == (found["kl_after"] < found["kl_before"])
+    assert (found["out"], found["steps"], found["tokens"]) == (str(tmp_path / "out"), 4, 4 * 2 * 32)
+    assert found["text"].startswith("512 given tokens and ") and found["kept"] == (found["kl_after"] < found["kl_before"])
     assert fp4("inspect", tmp_path / "out", "--json").must().json["format"] == "native"
     assert "a quantized model" in fp4("recover", DENSE, tmp_path / "no", "--source", DENSE).must(2).err
 
