@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import csv
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from lowering_tests import forked
 
 pytest.importorskip("transformers")
 SCRIPT = Path(__file__).resolve().parent.parent / "benchmarks" / "moe.py"
@@ -17,9 +17,7 @@ SCRIPT = Path(__file__).resolve().parent.parent / "benchmarks" / "moe.py"
 def test_smoke(tmp_path):
     out = tmp_path / "moe.csv"
     path = os.pathsep.join(filter(None, (str(SCRIPT.parents[1]), os.environ.get("PYTHONPATH"))))
-    run = subprocess.run(
-        [sys.executable, str(SCRIPT), "--smoke", "--out", str(out)], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}, check=False
-    )
+    run = forked.run(SCRIPT, "--smoke", "--out", str(out), PYTHONPATH=path)
     assert run.returncode == 0, run.stderr[-2000:]
     rows = list(csv.DictReader(out.open()))
     kinds = [(name, weights) for name in ("tiny", "tiny_gpt_oss") for weights in ("nvfp4", "sparse24_nvfp4")]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import csv
 import os
-import subprocess
 import sys
 import tarfile
 from pathlib import Path
 
 import pytest
+
+from lowering_tests import forked
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"
@@ -17,8 +18,7 @@ BENCHMARKS = ROOT / "benchmarks"
 
 def run(script: str, *args: str) -> str:
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run([sys.executable, str(BENCHMARKS / script), *args], capture_output=True, text=True, env=environment, check=False)
+    done = forked.run(BENCHMARKS / script, *args, OMP_NUM_THREADS="1", PYTHONPATH=path, PYTHONWARNINGS="ignore")
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -40,7 +40,7 @@ def test_dense(tmp_path):
 
 def test_decode(tmp_path):
     pytest.importorskip("transformers")
-    said = run("decode.py", "--smoke", "--lm-head", "fp8", "--out", str(tmp_path / "decode.csv"))
+    said = run("decode.py", "--smoke", "--layers", "1", "--lm-head", "fp8", "--out", str(tmp_path / "decode.csv"))
     rows = rows_of(tmp_path / "decode.csv")
     assert {(row["weights"], row["tokens"]) for row in rows} == {(w, t) for w in ("bf16", "nvfp4, fp8 head") for t in "1"}
     assert "x bf16" in said
@@ -250,7 +250,7 @@ def test_on_gpus(tmp_path, monkeypatch):
     """Two processes and one generate the same tokens, the two of them compiled; and multicast is off in whatever is started."""
     pytest.importorskip("transformers")
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
-    said = run("on_gpus.py", "--smoke", "--parts", "generate", "--budget", "280", "--out", str(tmp_path / "gpus.csv"))
+    said = run("on_gpus.py", "--smoke", "--parts", "generate", "--budget", "560", "--out", str(tmp_path / "gpus.csv"))
     one, two = rows_of(tmp_path / "gpus.csv")
     assert (one["parallel"], two["parallel"]) == ("one", "tp") and float(two["ms"]) > 0 and float(two["of_one"]) > 0
     assert "2 of 2 rows have the tokens of one GPU" in said
