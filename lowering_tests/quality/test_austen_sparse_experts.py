@@ -1,6 +1,6 @@
 """What 2:4-sparse experts cost a trained MoE model, in nats per byte on text it has not seen, against recorded figures.
 
-Protocol of test_austen_sparse24.py: float32 arithmetic, the first 16 x 512 bytes of the held-out novel; calibration from byte 100,000 on.
+Protocol of test_austen_sparse24.py: float32 arithmetic, the first 8 x 512 bytes of the held-out novel; calibration from byte 100,000 on.
 Rotating the experts by one costs more than +1: a wrong expert, or one that was pruned from another's tokens and mixed up, cannot hide.
 """
 
@@ -25,8 +25,8 @@ _SPEC = importlib.util.spec_from_file_location("austen_sparse24", Path(__file__)
 austen = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(austen)
 
-NAME, WINDOWS = "austen_moe", 16
-MAGNITUDE, SPARSEGPT = 0.738, 0.145  # added nats per byte, torch 2.13 on a CPU
+NAME, WINDOWS = "austen_moe", 8
+MAGNITUDE, SPARSEGPT = 0.714, 0.135  # added nats per byte, torch 2.13 on a CPU
 pytestmark = pytest.mark.filterwarnings("ignore::fp4_inductor.errors.QualityWarning")
 
 
@@ -40,7 +40,7 @@ def added(pruning: str, calibrated: int) -> float:
 
 
 def test_sparsegpt_costs_less_than_half_of_magnitude():
-    magnitude, sparsegpt = added("magnitude", 0), added("sparsegpt", 24)
+    magnitude, sparsegpt = added("magnitude", 0), added("sparsegpt", 12)
     austen._show(magnitude=magnitude, sparsegpt=sparsegpt)
     assert magnitude == pytest.approx(MAGNITUDE, abs=0.02)
     assert sparsegpt == pytest.approx(SPARSEGPT, abs=0.02)
@@ -57,19 +57,22 @@ def pruned_in_float32():
 
 
 @functools.cache
+def before() -> float:
+    return austen.nats_per_byte(pruned_in_float32(), WINDOWS)
+
+
+@functools.cache
 def dense_cost() -> float:
     """What dense NVFP4 costs the same weights: +0.037, five times what it costs the model before it was pruned."""
     model = pruned_in_float32()
-    before = austen.nats_per_byte(model, WINDOWS)
     fp4_inductor.quantize_model(model, NVFP4Config("mse"), progress=False)
-    return austen.nats_per_byte(model, WINDOWS) - before
+    return austen.nats_per_byte(model, WINDOWS) - before()
 
 
 @pytest.mark.parametrize("path", ["container", "bfloat16", "transformers backend", "saved and loaded"])
 def test_every_path_keeps_experts_that_are_sparse_already(path, tmp_path):
     """``pruning="existing"`` costs what dense NVFP4 costs the same weights, by every way their experts can run."""
     model = pruned_in_float32()
-    before = austen.nats_per_byte(model, WINDOWS)
     fp4_inductor.quantize_model(model, Sparse24Config(), progress=False)
     experts = {n: m for n, m in model.named_modules() if isinstance(m, FP4Experts)}
     assert len(experts) == 4
@@ -86,18 +89,17 @@ def test_every_path_keeps_experts_that_are_sparse_already(path, tmp_path):
                 setattr(own, part, torch.nn.Parameter(getattr(module, part).weight, requires_grad=False))
             model.set_submodule(name, own)
         assert use_experts_backend(model)
-    cost = austen.nats_per_byte(model, WINDOWS) - before
+    cost = austen.nats_per_byte(model, WINDOWS) - before()
     austen._show(cost=cost)
     assert cost == pytest.approx(dense_cost(), abs=0.012 if path == "bfloat16" else 1e-4)
 
 
 def test_a_wrong_expert_shows():
     model = pruned_in_float32()
-    before = austen.nats_per_byte(model, WINDOWS)
     fp4_inductor.quantize_model(model, Sparse24Config(), progress=False)
     for m in model.modules():
         if isinstance(m, FP4Experts):
             for w in (m.gate_up_proj, m.down_proj):
                 for t in (w.values, w.meta, w.scale.view(torch.uint8), w.global_scale):
                     t.copy_(t.roll(1, 0))
-    assert austen.nats_per_byte(model, WINDOWS) - before > 1.0
+    assert austen.nats_per_byte(model, WINDOWS) - before() > 1.0
