@@ -1,6 +1,6 @@
 """What 2:4-sparse NVFP4 costs trained weights, in nats per byte on text they have not seen, against recorded figures.
 
-Protocol of test_austen.py: float32 arithmetic, the first 32 x 512 bytes of the held-out novel (here 16 for the slower ones); calibration
+Protocol of test_austen.py: float32 arithmetic, the first 32 x 512 bytes of the held-out novel (here 8 for the slower ones); calibration
 and training from byte 100,000 on.
 """
 
@@ -23,7 +23,7 @@ from fp4_inductor.models.trainable import Trainable
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 ASSETS = EXAMPLES / "assets"
 WINDOW, CALIBRATION_START = 512, 100_000
-MAGNITUDE, SPARSEGPT = 0.5, 0.12  # added nats per byte on 16 windows, torch 2.13 on a CPU
+MAGNITUDE, SPARSEGPT = 0.476, 0.129  # added nats per byte on 8 windows, torch 2.13 on a CPU
 pytestmark = pytest.mark.filterwarnings("ignore::fp4_inductor.errors.QualityWarning")
 
 
@@ -83,7 +83,7 @@ def test_a_model_that_was_trained_sparse_stays_what_it_was():
 
 
 def test_sparsegpt_costs_less_than_half_of_magnitude():
-    magnitude, sparsegpt = added("austen_dense", "magnitude", 0, 16), added("austen_dense", "sparsegpt", 24, 16)
+    magnitude, sparsegpt = added("austen_dense", "magnitude", 0, 8), added("austen_dense", "sparsegpt", 12, 8)
     _show(magnitude=magnitude, sparsegpt=sparsegpt)
     assert magnitude == pytest.approx(MAGNITUDE, abs=0.02)
     assert sparsegpt <= 0.5 * magnitude
@@ -95,8 +95,8 @@ def _show(**figures):
 
 
 def test_a_mixed_model_lies_below_the_straight_line():
-    sparse, mixed = added("austen_dense", "sparsegpt", 24, 16), added("austen_dense", "sparsegpt", 24, 16, 4.0)
-    dense = nats_per_byte(quantized("austen_dense", NVFP4Config("activation", calibration=calibration(24))), 16) - base("austen_dense", 16)
+    sparse, mixed = added("austen_dense", "sparsegpt", 12, 8), added("austen_dense", "sparsegpt", 12, 8, 4.0)
+    dense = nats_per_byte(quantized("austen_dense", NVFP4Config("activation", calibration=calibration(12))), 8) - base("austen_dense", 8)
     _show(dense=dense, mixed=mixed, sparse=sparse)
     assert dense < mixed < 0.8 * (dense + sparse) / 2
 
