@@ -143,7 +143,7 @@ def p_value(drawn: torch.Tensor, probabilities: torch.Tensor) -> float:
     return torch.special.gammaincc((kept.sum() - 1).double() / 2, statistic / 2).item()
 
 
-DRAWS = 40_000
+DRAWS = 100_000
 
 
 def drawn(scores: torch.Tensor, rows: int) -> torch.Tensor:
@@ -160,7 +160,7 @@ FOLLOWED = [{}, {"temperature": 0.6, "top_k": 20}, {"top_p": 0.9}, {"min_p": 0.0
 FEW_ROWS = [pytest.param(options, 1000, marks=[pytest.mark.slow] if options else []) for options in FOLLOWED]
 
 
-@pytest.mark.parametrize(("options", "rows"), [*((options, 10_000) for options in FOLLOWED), *FEW_ROWS], ids=str)
+@pytest.mark.parametrize(("options", "rows"), [*((options, 25_000) for options in FOLLOWED), *FEW_ROWS], ids=str)
 def test_draws_follow_the_distribution(options, rows):
     scores = (both(**options)[1] if options else scores_of())[5:6, :]
     probabilities = scores.softmax(-1)[0]
@@ -179,7 +179,7 @@ def test_successive_tokens_of_a_row_are_independent():
     steps = torch.stack([sampling.draw(scores.expand(rows, -1), sampling.uniform(seed, torch.tensor(i), rows)) for i in range(101)])
     pairs = (steps[:-1] * 10 + steps[1:]).flatten()
     assert p_value(pairs, torch.full((100,), 0.01)) > 1e-3
-    assert p_value((steps[:, :-1] * 10 + steps[:, 1:]).flatten()[:100_000], torch.full((100,), 0.01)) > 1e-3
+    assert p_value((steps[:, :-1] * 10 + steps[:, 1:]).flatten()[:DRAWS], torch.full((100,), 0.01)) > 1e-3
 
 
 @pytest.mark.parametrize("vocabulary", [1, 2, 511, 512, 513, 1025])
