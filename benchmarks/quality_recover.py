@@ -63,7 +63,8 @@ def main() -> None:
     on = f" ({gpu})" if gpu else ""
     save_rows(rows(start, f"{args.scale_search}{on}", steps=0, trained_tokens=0, seconds=0))
     begin = time.monotonic()
-    written = recover.text_of(source, args.own_text or True, begin + 60 * args.minutes * recover.WRITING)
+    until = begin + 60 * args.minutes * recover.WRITING
+    written = recover.text_of(source, args.own_text or True, until, recover.wanted_rows(args.steps, args.batch))
     spent = time.monotonic() - begin
     print(f"{written.numel()} tokens of its own text in {spent:.0f} s")
     for factor in args.rates:

@@ -119,8 +119,7 @@ def recover(
             limit="a model that quantize_model or load made, whose linear layers are quantized",
             remedy="Quantize it first. Experts are not trained.",
         )
-    wanted = math.inf if steps is None else steps * (batch or BATCH_GPU) + _HELD_OUT_ROWS  # rows
-    rows, described = _rows(source, text, own_text, start + 60 * minutes * WRITING, wanted)
+    rows, described = _rows(source, text, own_text, start + 60 * minutes * WRITING, wanted_rows(steps, batch))
     held, rows = _held_out(rows)
     before = _kl(model, source, held)
     chosen = rates or (SPARSE if any(isinstance(m, Sparse24Linear) for m in layers.values()) else DENSE)
@@ -172,6 +171,11 @@ def text_of(source: Any, asked: bool | int, until: float, wanted: float = math.i
     rows = max(2 * _HELD_OUT, tokens // length)
     written = self_calibration.write(source, rows, length, random_first=rows // 2, seed=SEED, at_once=at_once, until=until, likeliest=self_calibration.ALL)
     return written[0]["input_ids"].cpu()  # type: ignore[union-attr]
+
+
+def wanted_rows(steps: int | None, batch: int | None) -> float:
+    """How many rows of text no step would see twice."""
+    return math.inf if steps is None else steps * (batch or BATCH_GPU) + _HELD_OUT_ROWS
 
 
 def _kl(model: nn.Module, source: nn.Module, rows: Tensor) -> float:
