@@ -334,18 +334,10 @@ def release_memory(model_or_cache: Any) -> None:
     held = vars(model_or_cache).get(HOLDER)
     if held is None:
         return
-    caches = [cache for cache in (model_or_cache, held.cache) if cache is not None and HOLDER in vars(cache)]
-    for i, cache in enumerate(caches):
-        try:
-            claim(cache)
-        except CacheInUseError:
-            for claimed in caches[:i]:
-                release(claimed)
-            raise
-    held.cache = held.made_for = None
-    for cache in caches:
-        vars(cache)[HOLDER].session = None
-        release(cache)
+    cache = model_or_cache if held.cache is None else held.cache
+    claim(cache)
+    holder_of(cache).session = held.cache = held.made_for = None
+    release(cache)
     gc.collect()  # a graph may be part of a cycle, and has to be gone when this returns
 
 
