@@ -8,6 +8,7 @@ import runpy
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -27,12 +28,18 @@ def run(script: Path, *args: str, before: str = "", stdin: str = "", timeout: in
         return subprocess.CompletedProcess([str(script), *args], -1 if child.exitcode is None else child.exitcode, out, err)
 
 
-def _child(script: str, args: tuple[str, ...], before: str, env: dict[str, str], folder: str) -> None:
+def begin(files: Sequence[int], env: dict[str, str], before: str) -> None:
+    """In a process that was forked: stdin, stdout and stderr are ``files``, the environment has ``env``, and ``before`` has run."""
     os.environ.update(env)
-    for number, (name, flags) in enumerate((("stdin", os.O_RDONLY), ("stdout", os.O_WRONLY | os.O_CREAT), ("stderr", os.O_WRONLY | os.O_CREAT))):
-        os.dup2(os.open(os.path.join(folder, name), flags, 0o600), number)
+    for number, file in enumerate(files):
+        os.dup2(file, number)
     sys.stdin, sys.stdout, sys.stderr = (os.fdopen(n, mode) for n, mode in ((0, "r"), (1, "w"), (2, "w")))
     exec(before, {})
+
+
+def _child(script: str, args: tuple[str, ...], before: str, env: dict[str, str], folder: str) -> None:
+    files = (("stdin", os.O_RDONLY), ("stdout", os.O_WRONLY | os.O_CREAT), ("stderr", os.O_WRONLY | os.O_CREAT))
+    begin([os.open(os.path.join(folder, name), flags, 0o600) for name, flags in files], env, before)
     sys.argv = [script, *args]
     sys.path.insert(0, os.path.dirname(script))
     runpy.run_path(script, run_name="__main__")

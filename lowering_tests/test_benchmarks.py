@@ -250,7 +250,7 @@ def test_on_gpus(tmp_path, monkeypatch):
     """Two processes and one generate the same tokens, the two of them compiled; and multicast is off in whatever is started."""
     pytest.importorskip("transformers")
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
-    said = run("on_gpus.py", "--smoke", "--parts", "generate", "--budget", "560", "--out", str(tmp_path / "gpus.csv"))
+    said = run("on_gpus.py", "--smoke", "--parts", "generate", "--budget", "280", "--out", str(tmp_path / "gpus.csv"))
     one, two = rows_of(tmp_path / "gpus.csv")
     assert (one["parallel"], two["parallel"]) == ("one", "tp") and float(two["ms"]) > 0 and float(two["of_one"]) > 0
     assert "2 of 2 rows have the tokens of one GPU" in said

@@ -35,7 +35,7 @@ SAID = {"chat.py": "They arrived at Bath.\nCatherine was\n"}
 def test_example(name, tmp_path):
     arguments, wanted = RUNS[name]
     arguments = [a.format(out=tmp_path / "out") for a in arguments]
-    done = forked.run(EXAMPLES / name, *arguments, before=QUICK, stdin=SAID.get(name, ""), HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="")
+    done = forked.run(EXAMPLES / name, *arguments, before=QUICK, stdin=SAID.get(name, ""), timeout=300, HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr[-4000:]
     for pattern in wanted:
         assert re.search(pattern, done.stdout), f"{pattern!r} not in:\n{done.stdout[-3000:]}"

@@ -21,24 +21,21 @@ import fp4_inductor.cli
 from fp4_inductor import api
 from fp4_inductor.integrations import pretrained
 from fp4_inductor.integrations.pretrained import dense, text, write
+from lowering_tests.forked import begin
 
 IMPORTED = (torch, transformers, modeling_qwen3, fp4_inductor.cli, api, pretrained, dense, text, write)
 
 
 def child(request: dict) -> None:
     os.chdir(request["cwd"])
-    os.environ.update(request["env"])
-    os.dup2(os.open(request["stdin"], os.O_RDONLY), 0)
     out = request["stdout"]
     if out is None:
         unread, target = os.pipe()
         os.close(unread)
     else:
         target = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(target, 1)
-    os.dup2(os.open(request["stderr"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
-    sys.stdin, sys.stdout, sys.stderr = (os.fdopen(n, mode) for n, mode in ((0, "r"), (1, "w"), (2, "w")))
-    exec(request["before"], {})
+    errors = os.open(request["stderr"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    begin([os.open(request["stdin"], os.O_RDONLY), target, errors], request["env"], request["before"])
     sys.argv = ["fp4-inductor", *request["args"]]
     runpy.run_module("fp4_inductor", run_name="__main__", alter_sys=True)
 
