@@ -98,18 +98,15 @@ SOURCES = {
     "gemm/linear_w4a4.cu": ((r"OMMA\.SF\.16864\.F32\.E2M1\.E2M1\.UE4M3\.4X", COPY), lambda arch, *finish: 2),
 }
 NEW = pytest.mark.skipif(aot.VERSION < (3, 7), reason="the disassembler of Triton 3.6 does not know sm_121")
+# Compiled for sm_90 alone.
+HOPPER = ("moe/", CHAIN, "gemm/linear_table", "gemm/linear_wide", "sparse/sparse_linear_table", "sparse/sparse_linear_wide")
 COMPILED = [
     *[("gemm/linear_small.cu", arch) for arch in (80, 90, 120)],
     pytest.param("gemm/linear_small.cu", 100, marks=pytest.mark.slow),  # takes the branches of sm_120
     pytest.param("gemm/linear_small.cu", 121, marks=[NEW, pytest.mark.slow]),
     *[("gemm/linear_gemv.cu", arch) for arch in (80, 90, 100, 120)],
     *[("sparse/sparse_linear_small.cu", arch) for arch in (80, 90, 120)],
-    *[
-        (source, 90)
-        for source in SOURCES
-        if source.startswith(("gemm/linear_table", "gemm/linear_wide", "sparse/sparse_linear_table", "sparse/sparse_linear_wide"))
-    ],
-    *[(source, 90) for source in SOURCES if source.startswith("moe") or source == CHAIN],
+    *[(source, 90) for source in SOURCES if source.startswith(HOPPER)],
     ("gemm/linear_w4a4.cu", 120),
     *[pytest.param(source, arch, marks=[] if arch == 90 else [pytest.mark.slow]) for source in CLUSTERS for arch in (90, 100, 120)],
     *[pytest.param(ATTENTION, arch, marks=[] if arch in (90, 120) else [pytest.mark.slow]) for arch in (80, 90, 100, 120)],
