@@ -22,7 +22,7 @@ from ..errors import ConfigError, ShapeError
 from ..modules import FP4Linear, Sparse24Linear
 from . import self_calibration
 from .coverage import add_notes
-from .distil import BATCH_GPU, LARGE, SEED, Rates, distil, trainable_layers, unquantized
+from .distil import BATCH_GPU, SEED, Rates, distil, trainable_layers, unquantized
 from .evaluate import evaluate
 from .trainable import write_parts
 
@@ -165,7 +165,7 @@ def text_of(source: Any, asked: bool | int, until: float, wanted: float = math.i
     at_once, count = self_calibration.AT_ONCE, SEQUENCES
     if next(source.parameters()).device.type == "cuda":
         count = int(min(_SEQUENCES_GPU, max(SEQUENCES, wanted)))
-        if sum(p.numel() for p in source.parameters()) < LARGE:
+        if self_calibration.is_quick(source):
             at_once = _AT_ONCE
     tokens = count * TOKENS if isinstance(asked, bool) else asked
     rows = max(2 * _HELD_OUT, tokens // length)

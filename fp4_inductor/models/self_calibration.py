@@ -25,6 +25,7 @@ from .calibrate import evaluating
 SEQUENCES, TOKENS = 16, 64
 # Writing is one pass over the weights per token: about a minute for this many on a desktop CPU.
 _CPU_PARAMETERS = 2_000_000_000
+SMALL = 1_000_000_000
 _SEED = 0
 AT_ONCE = 512  # sequences: each needs a cache, and scores for the whole vocabulary
 _TOP = 50
@@ -32,6 +33,11 @@ _TOP = 50
 # likeliest, four texts: 0.063 to 0.067 and 0.053 to 0.057.
 ALL = 0
 _SMALLEST = 2.0**-24  # whose logarithms are finite, as are those of what is left of 1
+
+
+def is_quick(model: Any) -> bool:
+    """Is ``model`` on a GPU, and of less than a billion parameters? Then text costs little time, and many sequences at once little memory."""
+    return next(model.parameters()).device.type == "cuda" and sum(p.numel() for p in model.parameters()) < SMALL
 
 
 def why_not(model: Any) -> str | None:

@@ -62,12 +62,15 @@ def test_the_same_bits_of_sparse_weights():
     assert all(map(torch.equal, bits(kernels.quantize_sparse24(w, h, start)), bits(gptq.quantize_sparse24(w, h, start))))
 
 
+@pytest.fixture
+def short_text(monkeypatch):
+    for name, number in (("SEQUENCES", 16), ("SEQUENCES_GPU", 16), ("TOKENS", 32)):
+        monkeypatch.setattr(models_gptq, name, number)
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_moe"])
 @pytest.mark.parametrize("device", [None, "cuda"], ids=["on the GPU", "layer by layer from the CPU"])
-def test_a_model(family, device, monkeypatch):
-    for name in ("SEQUENCES", "SEQUENCES_GPU"):
-        monkeypatch.setattr(models_gptq, name, 16)
-    monkeypatch.setattr(models_gptq, "TOKENS", 32)
+def test_a_model(family, device, short_text):
     dense = build(family).bfloat16()
     dense = dense if device else dense.cuda()
     first, second = (quantize_model(copy.deepcopy(dense), NVFP4Config("gptq"), device=device, progress=False, strict=False) for _ in range(2))
@@ -80,10 +83,7 @@ def test_a_model(family, device, monkeypatch):
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 @pytest.mark.parametrize("device", [None, "cuda"], ids=["on the GPU", "layer by layer from the CPU"])
-def test_an_interrupted_run_goes_on_bit_for_bit(family, device, monkeypatch, tmp_path):
-    for name in ("SEQUENCES", "SEQUENCES_GPU"):
-        monkeypatch.setattr(models_gptq, name, 16)
-    monkeypatch.setattr(models_gptq, "TOKENS", 32)
+def test_an_interrupted_run_goes_on_bit_for_bit(family, device, short_text, monkeypatch, tmp_path):
     dense = build(family).bfloat16()
     dense = dense if device else dense.cuda()
 

@@ -129,9 +129,9 @@ def test_input_norms_take_large_tokens_back():
     torch.testing.assert_close(token_weights.input_norms(x), torch.tensor([1.0, 0.25, 1.0, 1 / 40000, 1.0]))
 
 
-@pytest.mark.parametrize(("device", "parameters", "wanted"), [("cpu", 10, 16), ("cuda", 10, gptq.SEQUENCES_GPU), ("cuda", gptq.SMALL, 16)])
+@pytest.mark.parametrize(("device", "parameters", "wanted"), [("cpu", 10, 16), ("cuda", 10, gptq.SEQUENCES_GPU), ("cuda", self_calibration.SMALL, 16)])
 def test_a_small_model_on_a_gpu_gets_more_text(device, parameters, wanted):
-    model = SimpleNamespace(parameters=lambda: [SimpleNamespace(device=torch.device(device), numel=lambda: parameters)])
+    model = SimpleNamespace(parameters=lambda: iter([SimpleNamespace(device=torch.device(device), numel=lambda: parameters)]))
     assert gptq.sequences(model) == wanted
 
 
