@@ -170,6 +170,9 @@ template <typename T, bool kRouted> __device__ __forceinline__ void multiply(con
     const int K = p.K, groups = p.groups_of(blockIdx.x), chunks = p.segments * (kSegment / 8), k_groups = 1 << p.log_k_groups, k_group = warp & (k_groups - 1);
     const bool routed = kRouted && product == chain.routing.product;
     if (groups <= 0 && !routed) continue;
+    // The norm's weights for the thread's first part of x come while the blocks wait for each other.
+    uint4 norm_weight = {};
+    if (p.norm_weight && threadIdx.x * 8 < K) norm_weight = load_read_only(p.norm_weight + threadIdx.x * 8);
     if (!FP4_FAULT(SKIP_BARRIER_BEFORE_X)) __syncthreads();
     uint4 raw[kBatch];  // a thread's part of x, by loads that pass over L1, where lines of the y that is x may be old
 #pragma unroll
@@ -196,7 +199,7 @@ template <typename T, bool kRouted> __device__ __forceinline__ void multiply(con
       if (c >= chunks) break;  // whole warps
       float v[8];
       floats_of<T>(raw[i], v);
-      if (p.norm_weight) normalise<T>(v, c * 8 < K ? *(const uint4*)(p.norm_weight + c * 8) : uint4{}, by, p.norm_offset);
+      if (p.norm_weight) normalise<T>(v, i == 0 ? norm_weight : c * 8 < K ? *(const uint4*)(p.norm_weight + c * 8) : uint4{}, by, p.norm_offset);
       if constexpr (kRouted) raw[i] = packed<T>(v);
       float factor = to_half_range(v);
       if (kRouted && product == chain.routing.product + 1) factor *= c * 8 < K ? memory.choice(chain).weights[chain.routing.expert_of(c * 8)] : 0.f;
