@@ -77,6 +77,12 @@ def test_paged_attention(tmp_path):
     assert all(float(row["us"]) > 0 for row in rows) and float(rows[0]["floor_us"]) > float(rows[1]["floor_us"])
 
 
+def test_chain(tmp_path):
+    run("chain.py", "--smoke", "--out", str(tmp_path / "chain.csv"))
+    rows = rows_of(tmp_path / "chain.csv")
+    assert [row["shape"] for row in rows] == ["dense", "experts"] and all(float(row["error"]) < 2e-2 for row in rows)
+
+
 def test_cached_prompt(tmp_path):
     for window in ((), ("--window", "30")):
         run("cached_prompt.py", "--smoke", *window, "--out", str(tmp_path / "prompt.csv"))

@@ -25,7 +25,7 @@ FLOORS = [
     {"api", "explain", "regimes", "report", "__init__"},
     {"cli", "__main__"},
 ]
-SIDE = {"_text", "_replay", "errors", "config", "ranges", "_salt", "_sources", "_engines", "_journal", "_notice", "_renamed"}
+SIDE = {"_text", "_replay", "errors", "config", "ranges", "_salt", "_sources", "_engines", "_exchange", "_journal", "_notice", "_renamed"}
 PRIVATE = "_torch"
 VLLM_DOOR = f"{PACKAGE}.integrations.vllm.engine"
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}

@@ -286,6 +286,16 @@ Sizes check_experts(const char* name, const Operands& t, int64_t k, int parts, i
   return {1, n, k, n / parts, type};
 }
 
+// The memory of the ranks of a group (_exchange.py), by the group's number.
+struct Ranks {
+  std::vector<void*> memory;
+  int rank;
+};
+std::map<int64_t, Ranks>& groups() {
+  static std::map<int64_t, Ranks> all;
+  return all;
+}
+
 // The products of a chain: lists with an entry for each, starts with two (ops/linear_chain.py). Its results, four, of which those that are not there are empty.
 template <typename Place, const Linear& OP>
 std::tuple<Tensor, Tensor, Tensor, Tensor> linear_chain(const Tensor& x, const std::vector<Tensor>& q, const std::vector<Tensor>& s, const std::vector<Tensor>& g,
@@ -293,7 +303,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> linear_chain(const Tensor& x, const s
                                                         const std::vector<Optional>& residual, const std::vector<int64_t>& added, const std::vector<double>& eps,
                                                         const std::vector<double>& norm_offset, const std::vector<int64_t>& act, const std::vector<int64_t>& glu,
                                                         const std::vector<int64_t>& starts, const Tensor& arrivals, const Optional& router,
-                                                        const std::vector<int64_t>& routing, int64_t early, int64_t arch) {
+                                                        const std::vector<int64_t>& routing, const std::vector<int64_t>& summed, int64_t group, int64_t early,
+                                                        int64_t arch) {
   const size_t count = q.size();
   require(count >= 1 && count <= 4 && starts.size() == 2 * count, OP.name, "one to four products");
   for (size_t size : {s.size(), g.size(), bias.size(), norm_weight.size(), residual.size(), added.size(), eps.size(), norm_offset.size(), act.size(), glu.size()})
@@ -305,6 +316,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> linear_chain(const Tensor& x, const s
   const Routed routed(routing);
   ChainParams chain{};
   chain.arrivals = arrivals.data_ptr(), chain.arrivals_count = arrivals.numel(), chain.count = (int)count;
+  if (!summed.empty()) {
+    const auto found = groups().find(group);
+    require(found != groups().end(), OP.name, "this process has no memory of the ranks that are summed: load the model before the graph is called");
+    chain.ranks = (int)found->second.memory.size(), chain.rank = found->second.rank;
+    std::copy(found->second.memory.begin(), found->second.memory.end(), chain.memory);
+    for (int64_t i : summed) {
+      require(i >= 0 && i < (int64_t)count, OP.name, "a product that is summed is one of the chain");
+      chain.summed[i] = 1;
+    }
+  }
   std::vector<Tensor> y;
   Dense dense;
   bool all_early = true;
@@ -479,6 +500,11 @@ FP4_MOE(FP4_DESCRIBE)
 extern "C" __attribute__((visibility("default"))) void fp4_csrc_bind(fp4::Resolver* resolve, void* current_stream) {
   fp4::resolver = resolve;
   fp4::current_stream = (fp4::CurrentStream*)current_stream;
+}
+
+// The memory of each of the ranks of group `number`, 8 at most, as this one, number `rank`, reaches it.
+extern "C" __attribute__((visibility("default"))) void fp4_csrc_join(int64_t number, void* const* memory, int ranks, int rank) {
+  fp4::groups()[number] = {std::vector<void*>(memory, memory + ranks), rank};
 }
 
 // The operators are defined where they are described to the compiler too (fp4_inductor/kernels/csrc.py).

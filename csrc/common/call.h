@@ -37,11 +37,15 @@ struct ChainParams {
   // experts, N and K those of one, y of gate_up is [top_k, I]. router [experts, K] and scores [experts], which the launch writes, are of the dtype of x.
   const void* router;  // null: there are none
   void* scores;
+  void* memory[8];            // of each rank of a group, as this one reaches it: exchange.cuh
   int count;                  // of products; early, dtype and stream are those of the first
   int finish[4];              // Finish of epilogue.cuh
   int routed;                 // the number of gate_up
   int experts, top_k, units;  // units: global scales of an expert's gate_up, 2: of gate and of up
   int form, rounded;          // of the router's weights: FORMS of ops/router.py; rounded to the dtype of x
+  // Results of the products that are `summed` are summed over the ranks of a group, ahead of the residual: exchange.cuh.
+  int summed[4];
+  int ranks, rank;  // 0 ranks: there is no group
 };
 
 // The weight of one product of every expert.

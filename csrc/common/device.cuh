@@ -118,6 +118,21 @@ __device__ __forceinline__ void wait_for_arrivals(const int* counter, int count)
   } while (arrived < count);
 }
 
+// 16 bytes as they are now, and two bytes for others to see, of this GPU and of those that it shares memory with; in no order with other accesses.
+__device__ __forceinline__ uint4 load_relaxed(const void* p) {
+  uint4 v;
+  asm volatile("ld.relaxed.sys.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ uint32_t load_relaxed_16(const void* p) {
+  uint32_t v;
+  asm volatile("ld.relaxed.sys.global.u16 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ void store_relaxed_16(void* p, uint32_t bits) {
+  asm volatile("st.relaxed.sys.global.u16 [%0], %1;" ::"l"(p), "h"((unsigned short)bits) : "memory");
+}
+
 // Four bytes of a table in shared memory that stays as it is: unlike a plain load it may be moved across barriers and products.
 __device__ __forceinline__ uint32_t load_table(Shared at) {
   uint32_t v;

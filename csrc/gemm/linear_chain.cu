@@ -12,6 +12,10 @@
 // Two neighbours may be those of a mixture of experts (`Routing`): gate_up of the experts that a router chooses by the same x, and their down product. Of these
 // the block knows the addresses when it knows the choice, so its ring is empty until then. Gate and up of all chosen experts are the rows of one product; down
 // is one product over the experts' results side by side, each times its router's weight.
+//
+// On several GPUs each has a part of the weights, and a product whose K is divided gives a part of its result (`summed`). The blocks of all ranks write theirs to
+// each other, and the next product begins with the sum (`Exchange`): a launch goes on across the all-reduce.
+#include "../common/exchange.cuh"
 #include "../sm90/thread.cuh"
 #include "routing.cuh"
 
@@ -30,6 +34,7 @@ template <typename T> struct Product {
   T* y;
   int K, columns, parts, act, second, third;  // parts: rows of W that make one column of y, `columns` rows apart
   float eps, norm_offset;
+  int sum;  // -1, or the number of the sum over the ranks that its results go into: then y is that and the residual
   int all, groups, segments, log_k_groups, log_width;  // groups of R rows, of each block; of K; of warps that share K; of the columns of a group
 
   // How many groups this block has, 0 or less where the blocks before have taken all.
@@ -43,6 +48,7 @@ template <typename T> struct Chain {
   int count, stages, segments, columns, ring;  // segments, columns of a block: the most of any product
   int* arrivals;
   Routing<T> routing;
+  Exchange<T> exchange;
 };
 
 template <typename T> __device__ __forceinline__ float from_l2(const T* p) {
@@ -65,12 +71,12 @@ template <typename T> struct Operands {
         scales[part * columns + c] = scale * kWeightUnit;
         added[part * columns + c] = p.bias ? Numbers<T>::to_float(p.bias[n + part * p.columns]) : 0.f;
       }
-    residual[c] = p.residual ? from_l2(p.residual + n) : 0.f;
+    residual[c] = p.residual && p.sum < 0 ? from_l2(p.residual + n) : 0.f;
   }
   __device__ __forceinline__ T value(const Product<T>& p, const float (&sums)[2], int c) const {
     float v = activate(sums[0] * scales[c] + added[c], p.act);
     if (p.parts == 2) v *= sums[1] * scales[columns + c] + added[columns + c];
-    if (p.residual) v += residual[c];
+    if (p.residual && p.sum < 0) v += residual[c];
     return Numbers<T>::from_float(v);
   }
 };
@@ -144,9 +150,20 @@ template <typename T> __device__ __forceinline__ void fetch_to_l2(const Product<
   }
 }
 
+// Numbers n to n + 7 of the sum over the ranks of the results of product p, and the residual.
+template <typename T> __device__ __forceinline__ uint4 summed(const Chain<T>& chain, const Product<T>& p, int set, int n) {
+  const uint4 residual = load_or_zero(p.residual ? p.residual + n : p.y, p.residual != nullptr);
+  float v[8], added[8];
+  chain.exchange.load(set, p.sum, n, v);
+  floats_of<T>(residual, added);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) v[i] += added[i];
+  return packed<T>(v);
+}
+
 // The warps that multiply. Two barriers of the whole block for each product: behind the first one x may be read, behind the second one the sums. A routed one
 // has three more in between: behind them the router's sums, the scores of all blocks, and the choice may be read.
-template <typename T, bool kRouted> __device__ __forceinline__ void multiply(const Chain<T>& chain, const Memory<T>& memory) {
+template <typename T, bool kRouted, bool kSummed> __device__ __forceinline__ void multiply(const Chain<T>& chain, const Memory<T>& memory) {
   const int lane = threadIdx.x & 31, warp = uniform(threadIdx.x >> 5);
   uint8_t* ring = memory.rings + warp * (chain.stages * Step<R>::kBytes);
   const Shared ring_address = shared_address(ring);
@@ -162,6 +179,7 @@ template <typename T, bool kRouted> __device__ __forceinline__ void multiply(con
 #if FP4_ARCH >= 90
   pdl_wait_then_trigger();
 #endif
+  const int set = kSummed ? __ldcg(chain.exchange.next_set()) : 0;
 
   int slot = 0;
 #pragma unroll 1
@@ -178,7 +196,12 @@ template <typename T, bool kRouted> __device__ __forceinline__ void multiply(con
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
       const int c = threadIdx.x + i * kMultiplying;
-      raw[i] = load_or_zero(p.x + (c * 8 < K ? c * 8 : 0), c * 8 < K);
+      if (kSummed && product && chain.products[product - 1].sum >= 0) {
+        raw[i] = uint4{};
+        if (c * 8 < K) raw[i] = summed(chain, chain.products[product - 1], set, c * 8);
+      } else {
+        raw[i] = load_or_zero(p.x + (c * 8 < K ? c * 8 : 0), c * 8 < K);
+      }
     }
     const int thread = kRouted ? thread_again() : threadIdx.x;
     float by = 1.f;
@@ -251,19 +274,29 @@ template <typename T, bool kRouted> __device__ __forceinline__ void multiply(con
 
 // The last warp: it stores the block's results, counts the block as arrived, and waits for the others. A warp of its own, because the count is a release, which
 // waits for all that its thread has asked of memory: in a warp that fetches weights, for weights, too.
-template <typename T, bool kRouted> __device__ __forceinline__ void finish(const Chain<T>& chain, const Memory<T>& memory) {
+template <typename T, bool kRouted, bool kSummed> __device__ __forceinline__ void finish(const Chain<T>& chain, const Memory<T>& memory) {
   const int lane = threadIdx.x & 31;
 #if FP4_ARCH >= 90
   pdl_wait_then_trigger();
 #endif
+  int set = 0;
+  if constexpr (kSummed) set = __ldcg(chain.exchange.next_set()), chain.exchange.clear(set, lane);
+  // The block's columns of a sum over the ranks, and the residual.
+  auto store_sum = [&](const Product<T>& p) {
+    const int n0 = blockIdx.x * p.groups << p.log_width, count = min(p.groups << p.log_width, p.columns - n0);
+    for (int c = lane; c < count; c += 32) p.y[n0 + c] = chain.exchange.load(set, p.sum, n0 + c, p.residual ? from_l2(p.residual + n0 + c) : 0.f);
+  };
 #pragma unroll 1
   for (int product = 0; product < chain.count; ++product) {
     const Product<T>& p = chain.products[product];
     const int groups = p.groups_of(blockIdx.x), n0 = blockIdx.x * p.groups << p.log_width, count = min(p.groups << p.log_width, p.columns - n0);
-    const bool routed = kRouted && product == chain.routing.product;
+    const bool routed = kRouted && product == chain.routing.product, after_sum = kSummed && product && chain.products[product - 1].sum >= 0;
     if (groups > 0 || routed) {
-      if (product && lane == 0 && !FP4_FAULT(SKIP_WAIT_FOR_ARRIVALS)) wait_for_arrivals(chain.arrivals + product - 1, gridDim.x);
+      if (product && !after_sum && lane == 0 && !FP4_FAULT(SKIP_WAIT_FOR_ARRIVALS)) wait_for_arrivals(chain.arrivals + product - 1, gridDim.x);
       if (!FP4_FAULT(SKIP_BARRIER_BEFORE_X)) __syncthreads();
+    }
+    if (after_sum) store_sum(chain.products[product - 1]);
+    if (groups > 0 || routed) {
       if (routed) {
         __syncthreads();
         chain.routing.store_scores(memory.choice(chain), lane);
@@ -285,9 +318,14 @@ template <typename T, bool kRouted> __device__ __forceinline__ void finish(const
           all[0] += row[0];
           if (p.parts == 2) all[1] += row[FP4_FAULT(UP_FROM_GATE_ROWS) ? 0 : R / 2];
         }
-        p.y[n0 + c] = memory.operands.value(p, all, c);
+        const T y = memory.operands.value(p, all, c);
+        if (kSummed && p.sum >= 0)
+          chain.exchange.store(set, p.sum, n0 + c, y);
+        else
+          p.y[n0 + c] = y;
       }
     }
+    if (kSummed && product == chain.count - 1 && p.sum >= 0) store_sum(p);
     __syncwarp();
     if (lane == 0) {
       if (product < chain.count - 1)
@@ -296,21 +334,23 @@ template <typename T, bool kRouted> __device__ __forceinline__ void finish(const
         for (int i = 0; i < chain.count + kRouted; ++i) chain.arrivals[i] = FP4_FAULT(LEAVE_ARRIVALS);
     }
   }
+  if constexpr (kSummed) chain.exchange.finish(set, lane);
 }
 
-// 64 registers, so that a block of the attention behind it, which waits, finds room beside this one's.
-template <typename T, bool kRouted> __global__ void __maxnreg__(64) linear_chain(const __grid_constant__ Chain<T> chain) {
+// 64 registers, so that a block of the attention behind it, which waits, finds room beside this one's. A sum over ranks takes more.
+template <typename T, bool kRouted, bool kSummed> __global__ void __maxnreg__(kSummed ? 80 : 64) linear_chain(const __grid_constant__ Chain<T> chain) {
   const Memory<T> memory = Memory<T>::of(chain);
   if (threadIdx.x < kMultiplying)
-    multiply<T, kRouted>(chain, memory);
+    multiply<T, kRouted, kSummed>(chain, memory);
   else
-    finish<T, kRouted>(chain, memory);
+    finish<T, kRouted, kSummed>(chain, memory);
 }
 
 // One block a multiprocessor. Measured on an H100, o to q/k/v of an 8B model: two warps share K, as in linear_gemv; three stages: with four the chain takes as
 // long, with five 1.3 us more, because what is under way delays the counters and x of the next product.
-template <typename T, bool kRouted> cudaError_t run(const ChainParams& call) {
+template <typename T, bool kRouted, bool kSummed> cudaError_t run(const ChainParams& call) {
   Chain<T> chain = {};
+  int sums_of_ranks = 0;
   chain.count = call.count, chain.arrivals = (int*)call.arrivals;
   const int blocks = multiprocessors(), stages = call.products[0].tile[0];
   int sums = 0;
@@ -323,6 +363,9 @@ template <typename T, bool kRouted> cudaError_t run(const ChainParams& call) {
     Product<T>& p = chain.products[i];
     p = {(const T*)c.x, (const uint8_t*)c.codes, (const uint8_t*)c.scale, (const float*)c.global_scale, (const T*)c.bias, (const T*)c.residual,
          (const T*)c.norm_weight, (T*)c.y, c.K, columns, parts, c.act, then.second, then.third, c.eps, c.norm_offset};
+    p.sum = kSummed && call.summed[i] ? sums_of_ranks++ : -1;
+    // The whole row of an earlier sum is read as the residual: a product whose end all blocks wait for by a counter has to stand in between.
+    if (p.sum >= 0 && (call.finish[i] == kGlu || c.act || columns > kExchangeRow || (i && chain.products[i - 1].sum >= 0))) return cudaErrorInvalidValue;
     p.log_width = parts == 2 ? 1 : 2, p.all = divided(columns, R / parts), p.groups = divided(p.all, blocks), p.segments = divided(c.K, kSegment);
     p.log_k_groups = stages ? c.tile[1] : 1;
     while (1 << p.log_k_groups > p.segments) --p.log_k_groups;
@@ -338,10 +381,18 @@ template <typename T, bool kRouted> cudaError_t run(const ChainParams& call) {
   const int each = kWarps * Step<R>::kBytes, room = (kMostRoom - chain.ring) / each;
   chain.stages = stages ? stages : room < 3 ? room : 3;
   if (chain.stages < 1 || chain.stages > room || chain.stages > kMostStages) return cudaErrorInvalidConfiguration;
-  const cudaError_t status = prefer_shared_memory(linear_chain<T, kRouted>);
+  if constexpr (kSummed) {
+    if (sums_of_ranks > kExchangeSums || call.ranks > kMostRanks || call.rank < 0 || call.rank >= call.ranks || blocks > kExchangeBlocks) return cudaErrorInvalidValue;
+    chain.exchange.ranks = call.ranks, chain.exchange.mine = call.rank;
+    for (int i = 0; i < call.ranks; ++i) {
+      if (!call.memory[i]) return cudaErrorInvalidValue;
+      chain.exchange.memory[i] = (uint8_t*)call.memory[i];
+    }
+  }
+  const cudaError_t status = prefer_shared_memory(linear_chain<T, kRouted, kSummed>);
   if (status != cudaSuccess) return status;
   const Stream stream((cudaStream_t)call.products[0].stream, call.products[0].early != 0, true);
-  return fp4::launch(linear_chain<T, kRouted>, dim3(blocks), kThreads, chain.ring + chain.stages * each, 1, stream, chain);
+  return fp4::launch(linear_chain<T, kRouted, kSummed>, dim3(blocks), kThreads, chain.ring + chain.stages * each, 1, stream, chain);
 }
 
 }  // namespace
@@ -354,6 +405,7 @@ extern "C" int fp4_linear_chain(const ChainParams* call) {
   if (!call->arrivals || call->arrivals_count < call->count + (call->router ? 1 : 0)) return cudaErrorInvalidValue;
   return by_dtype(call->products[0].dtype, [&](auto zero) {
     using T = decltype(zero);
-    return call->router ? run<T, true>(*call) : run<T, false>(*call);
+    if (call->ranks) return call->router ? run<T, true, true>(*call) : run<T, false, true>(*call);
+    return call->router ? run<T, true, false>(*call) : run<T, false, false>(*call);
   });
 }

@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from .. import _notice
+from .. import _exchange, _notice
 from ..errors import DeviceError, KernelError, RowsError
 from ..ops.rms_linear import SQUARED
 from . import build, params, registry
@@ -153,9 +153,11 @@ def binding() -> str:
         _start_binding()
         path = str(_libraries.result(_BINDING))
         torch.ops.load_library(path)
-        ctypes.CDLL(path).fp4_csrc_bind(_resolve, ctypes.c_void_p(_current_stream()))
+        library = ctypes.CDLL(path)
+        library.fp4_csrc_bind(_resolve, ctypes.c_void_p(_current_stream()))
     except (KernelError, OSError, RuntimeError) as error:
         return str(error)
+    _exchange.listen(functools.partial(_exchange.tell, library))
     return ""
 
 

@@ -65,9 +65,12 @@ class ChainParams(Struct):
         *_fields(ctypes.c_void_p, "arrivals"),
         *_fields(ctypes.c_int64, "arrivals_count"),
         *_fields(ctypes.c_void_p, "router scores"),
+        *_fields(ctypes.c_void_p * 8, "memory"),
         *_fields(ctypes.c_int, "count"),
         *_fields(ctypes.c_int * 4, "finish"),
         *_fields(ctypes.c_int, "routed experts top_k units form rounded"),
+        *_fields(ctypes.c_int * 4, "summed"),
+        *_fields(ctypes.c_int, "ranks rank"),
     ]
 
 

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from .. import _engines
+from .. import _engines, _exchange
 from .._torch import kept
 from .._torch import lowering as inductor
+from .._torch.collectives import sum_lowered
 from ..config import dispatch_config
 from ..kernels import select
 from ..kernels.forms import Norm
@@ -58,7 +59,7 @@ def lower(*args, **kwargs):
     dense = {name: [None if t is None else inductor.contiguous(t) for t in getattr(c, name)] for name in ("qdata", "scale", "global_scale", "norm_weight")}
     arrivals, counted = _counters(c)
     router = None if c.router is None else inductor.contiguous(c.router)
-    given = c._replace(arrivals=arrivals, x=flat(c.x), residual=[flat(t) for t in c.residual], router=router, **dense)
+    given = c._replace(group=_exchange.number_of(c.group), arrivals=arrivals, x=flat(c.x), residual=[flat(t) for t in c.residual], router=router, **dense)
     arch = plans[0].call.arch
     # Counters, global scales and what is added are read when the kernel before it has ended.
     read = tuple(t for name in ("qdata", "scale", "norm_weight") for t in dense[name] if t is not None)
@@ -92,9 +93,10 @@ def _remarks(p: Product) -> tuple[str, ...]:
         norm = norms.remark(Norm(p.norm_weight, p.eps, p.norm_offset))
         return norm, f"{k} of {e} experts, chosen in the kernel", f"{p.act}(gate) * up"
     several = f"{len(p.starts) + 1} global scales" if p.starts and not p.glu else ""
+    ranks = "summed over the ranks in the kernel" if p.summed else ""
     norm = norms.remark(None if p.norm_weight is None else Norm(p.norm_weight, p.eps, p.norm_offset))
     behind = " ".join(filter(None, (p.act, "+ residual" if p.adds else "")))
-    return several, norm, f"{p.act}(gate) * up" if p.glu else f"in the kernel: {behind}" if behind else ""
+    return several, norm, ranks, f"{p.act}(gate) * up" if p.glu else f"in the kernel: {behind}" if behind else ""
 
 
 def _one_by_one(c: Any, products: list[Product]) -> list:
@@ -106,17 +108,28 @@ def _one_by_one(c: Any, products: list[Product]) -> list:
             results.append(inductor.full([0], 0.0, c.x))
             continue
         if i and products[i - 1].routing is not None:
-            results.append(_experts(results[-2] if i > 1 else c.x, products[i - 1], p, results, c.prefill))
+            results.append(_added(c, p, _experts(results[-2] if i > 1 else c.x, products[i - 1], p, c.prefill), results))
             continue
         norm = None if p.norm_weight is None else Norm(p.norm_weight, p.eps, p.norm_offset)
         rows = [0, *p.starts] if len(p.global_scale.get_size()) else None
+        if p.summed:
+            alone = p._replace(norm_weight=None, residual=None, added=-1)
+            results.append(_added(c, p, _LOWERINGS[alone.op](*alone.arguments(x, None, rows, c.prefill), norm=norm), results))
+            continue
         residual = results[p.added] if p.added >= 0 else p.residual
         alone = p._replace(norm_weight=None)
         results.append(_LOWERINGS[alone.op](*alone.arguments(x, residual, rows, c.prefill), norm=norm))
     return results
 
 
-def _experts(x, gate_up: Product, down: Product, results: list, prefill: str):
+def _added(c: Any, p: Product, y, results: list):
+    """``y`` of product ``p``, summed over the ranks if it is a part, and what is added to it."""
+    residual = results[p.added] if p.added >= 0 else p.residual
+    y = sum_lowered(y, c.group) if p.summed else y
+    return y if residual is None else inductor.inline(torch.add, (y, residual))
+
+
+def _experts(x, gate_up: Product, down: Product, prefill: str):
     """The two products of experts by the ops that they are without a chain."""
     router, top_k, form, rounded = gate_up.routing  # type: ignore[misc]
     lead, dtype = x.get_size()[:-1], x.get_dtype()
@@ -126,9 +139,7 @@ def _experts(x, gate_up: Product, down: Product, results: list, prefill: str):
     weights, ids = inductor.call_op(torch.ops.fp4.router.default, hidden, router, None, top_k, form, dtype if rounded else torch.float32)
     first, second = (ExpertWeight(p.qdata, p.scale, p.global_scale) for p in (gate_up, down))
     layer = MoeCall(hidden, ids, weights, first, second, Activation(gate_up.act), prefill=prefill)
-    y = inductor.view(moe.lower(*layer.flat()), [*lead, down.qdata.get_size()[-2]])
-    residual = results[down.added] if down.added >= 0 else down.residual
-    return y if residual is None else inductor.inline(torch.add, (y, residual))
+    return inductor.view(moe.lower(*layer.flat()), [*lead, down.qdata.get_size()[-2]])
 
 
 def _padded(results: list, x) -> list:

@@ -16,6 +16,9 @@
     router         [E, K] or None      of experts: see below
     routing        four ints, or none  the number of the product of the experts' gates and ups; how many experts a row gets; the place of the router's form in
                                        ``FORMS`` (``ops/router.py``); 1: its weights are rounded to the dtype of x
+    summed         ints                the numbers of products whose result is a part: what the ranks of ``group`` have is summed, and then its residual, or the
+                                       result ``added``, is added; at most two, not neighbours, without activation
+    group          str                 the name of a process group of torch.distributed; empty: there is none
     early          bool                the caller knows that the kernel before it on its stream writes neither the weights nor those of the norms
     prefill        as of ``fp4.linear``, for all products
 
@@ -32,12 +35,14 @@ A graph pass writes it (``passes/chain.py``).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .._torch.collectives import all_reduce
 from ..errors import ConfigError, DTypeError, ShapeError
 from ..formats import nvfp4
 from .activation import Activation, ActivationCode, activation_code
@@ -50,6 +55,7 @@ MOST, LEAST = 4, 2  # products
 # What a launch takes of experts (csrc/gemm/routing.cuh): all, those of a row, rows of the router for each multiprocessor, numbers between their products.
 MOST_EXPERTS, MOST_CHOSEN, ROUTER_ROWS, MOST_INNER = 512, 32, 4, 16384
 COUNTERS = 4  # the least length of ``arrivals``, without experts
+MOST_SUMS = 2  # over the ranks of a group (csrc/common/exchange.cuh)
 
 
 class Routing(NamedTuple):
@@ -62,7 +68,7 @@ class Routing(NamedTuple):
 
 
 class Product(NamedTuple):
-    """One product of a chain. ``routing``: of gate and up of experts; down is the next one."""
+    """One product of a chain. ``routing``: of gate and up of experts; down is the next one. ``summed``: over the ranks, ahead of what is added."""
 
     qdata: Any
     scale: Any
@@ -77,6 +83,7 @@ class Product(NamedTuple):
     glu: bool = False
     starts: tuple[int, ...] = ()
     routing: Routing | None = None
+    summed: bool = False
 
     @property
     def adds(self) -> bool:
@@ -116,6 +123,8 @@ class ChainCall(NamedTuple):
     arrivals: Any
     router: Any = None
     routing: Sequence[int] = ()
+    summed: Sequence[int] = ()
+    group: str = ""
     early: bool = False
     prefill: str = "auto"
 
@@ -125,8 +134,8 @@ class ChainCall(NamedTuple):
         return cls(*args, **kwargs)
 
     @classmethod
-    def made(cls, x: Any, products: Sequence[Product], arrivals: Any, prefill: str = "auto") -> ChainCall:
-        """Of these products."""
+    def made(cls, x: Any, products: Sequence[Product], arrivals: Any, prefill: str = "auto", group: str = "") -> ChainCall:
+        """Of these products. ``group``: whose ranks sum those that are ``summed``."""
         columns: dict[str, Any] = {name: [getattr(p, name) for p in products] for name in _COLUMNS}
         columns["act"] = [activation_code(p.act) for p in products]
         columns["glu"] = [int(p.glu) for p in products]
@@ -136,7 +145,8 @@ class ChainCall(NamedTuple):
         if routed is not None:
             router, top_k, form, rounded = products[routed].routing  # type: ignore[misc]
             columns |= dict(router=router, routing=[routed, top_k, FORMS.index(form), int(rounded)])
-        return cls(x, **columns, arrivals=arrivals, prefill=prefill)
+        summed = [i for i, p in enumerate(products) if p.summed]
+        return cls(x, **columns, arrivals=arrivals, prefill=prefill, summed=summed, group=group)
 
     def products(self) -> list[Product]:
         found = []
@@ -148,11 +158,11 @@ class ChainCall(NamedTuple):
             if self.routing and self.routing[0] == i:
                 _, top_k, form, rounded = self.routing
                 routing = Routing(self.router, top_k, FORMS[form], bool(rounded))
-            found.append(Product(**own | dict(act=act, glu=bool(own["glu"]), starts=starts, routing=routing)))
+            found.append(Product(**own | dict(act=act, glu=bool(own["glu"]), starts=starts, routing=routing, summed=i in self.summed)))
         return found
 
 
-_COLUMNS = Product._fields[:-2]  # of ChainCall, an entry for each product
+_COLUMNS = Product._fields[:-3]  # of ChainCall, an entry for each product
 
 
 def check(c: ChainCall) -> None:
@@ -178,6 +188,7 @@ def check(c: ChainCall) -> None:
                 remedy="Call the ops of the single products.",
             )
     experts = _experts(c)
+    _check_sums(c)
     for i, (qdata, glu, g) in enumerate(zip(c.qdata, c.glu, c.global_scale, strict=True)):
         if i in experts:
             continue
@@ -194,6 +205,18 @@ def check(c: ChainCall) -> None:
     least = COUNTERS + (c.router is not None)
     if c.arrivals.numel() < least:
         raise ShapeError("fp4.linear_chain: arrivals", value=tuple(c.arrivals.shape), limit=f"{least} or more", remedy="Pass more zeros.")
+
+
+def _check_sums(c: ChainCall) -> None:
+    sums = list(c.summed)
+    fits = bool(sums) == bool(c.group) and len(sums) <= MOST_SUMS and sums == sorted({*sums} & {*range(len(c.qdata))})
+    if not fits or any(c.glu[i] or c.act[i] for i in sums) or any(b - a == 1 for a, b in itertools.pairwise(sums)):
+        raise ConfigError(
+            "fp4.linear_chain: products summed over ranks",
+            value=f"summed {sums}, group {c.group!r}, glu {list(c.glu)}, act {list(c.act)}",
+            limit=f"a group and the numbers of at most {MOST_SUMS} products, rising, no neighbours, without activation; or neither",
+            remedy="Call the ops of the single products, and all_reduce behind them.",
+        )
 
 
 def _experts(c: ChainCall) -> tuple[int, ...]:
@@ -220,8 +243,8 @@ def _experts(c: ChainCall) -> tuple[int, ...]:
     return routed, down
 
 
-def _by(compute: Callable[[OpContract], Callable]) -> Callable[[ChainCall], tuple[Tensor, ...]]:
-    """The chain, product by product, each by what ``compute`` takes of the contract of its op."""
+def _by(compute: Callable[[OpContract], Callable], reduce: Callable[[Tensor, str], Tensor] = all_reduce) -> Callable[[ChainCall], tuple[Tensor, ...]]:
+    """The chain, product by product, each by what ``compute`` takes of the contract of its op, and summed over ranks by ``reduce``."""
 
     def chain(c: ChainCall) -> tuple[Tensor, ...]:
         check(c)
@@ -236,9 +259,15 @@ def _by(compute: Callable[[OpContract], Callable]) -> Callable[[ChainCall], tupl
             if i and products[i - 1].routing is not None:
                 before = results[-2] if i > 1 else c.x
                 mixed = experts(before, products[i - 1], p, c.prefill)
+                mixed = reduce(mixed, c.group) if p.summed else mixed
                 results.append(mixed if residual is None else mixed + residual)
                 continue
             rows = [0, *p.starts] if p.global_scale.dim() else None
+            if p.summed:
+                alone = p._replace(residual=None, added=-1)
+                part = reduce(compute(CONTRACTS[alone.op])(*alone.arguments(x, None, rows, c.prefill)), c.group)
+                results.append(part if residual is None else part + residual)
+                continue
             results.append(compute(CONTRACTS[p.op])(*p.arguments(x, residual, rows, c.prefill)))
         return (*results, *(c.x.new_empty(0) for _ in range(MOST - len(results))))
 
@@ -257,7 +286,7 @@ def _by(compute: Callable[[OpContract], Callable]) -> Callable[[ChainCall], tupl
 
 
 reference = _by(lambda contract: contract.reference)
-fake = _by(lambda contract: contract.fake)
+fake = _by(lambda contract: contract.fake, lambda part, group: part)
 one_by_one = _by(lambda contract: contract.op)  # what every device can do
 
 
@@ -327,7 +356,7 @@ CONTRACT = OpContract(
     name="linear_chain",
     schema="(Tensor x, Tensor[] qdata, Tensor[] scale, Tensor[] global_scale, Tensor?[] bias, Tensor?[] norm_weight, Tensor?[] residual, int[] added, "
     "float[] eps, float[] norm_offset, int[] act, int[] glu, int[] starts, Tensor(a!) arrivals, "
-    'Tensor? router=None, int[] routing=[], bool early=False, str prefill="auto") -> (Tensor, Tensor, Tensor, Tensor)',
+    'Tensor? router=None, int[] routing=[], int[] summed=[], str group="", bool early=False, str prefill="auto") -> (Tensor, Tensor, Tensor, Tensor)',
     reference=reference,
     fake=fake,
     inputs=inputs,

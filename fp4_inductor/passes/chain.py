@@ -10,6 +10,9 @@ The launch counts in the counters of the ``fp4.cached_attention`` before it. Bot
 reads what the one before it wrote, which keeps their order. In a graph without such counters (vLLM's, whose attention is its own) the first launch counts in
 zeros that the graph makes, and the others in what it leaves. Where a graph is called on one stream at a time (:mod:`.._engines`), its lowering keeps these
 zeros from call to call (``lowerings/linear_chain.py``). Elsewhere they are a launch, so two products alone are not joined for them.
+
+Of a model that is divided among ranks a product may give a part of its result: ``residual + wait_tensor(all_reduce(linear(...)))``. Where the ranks share
+memory (``_exchange.py``) the launch sums it, and goes on.
 """
 
 from __future__ import annotations
@@ -29,13 +32,14 @@ from ..kernels import registry, select
 from ..kernels.kernel import Span
 from ..kernels.select import Plan
 from ..ops import linear, linear_chain, linear_epilogue, linear_glu, linear_siblings, norm_linear
-from ..ops.linear_chain import COUNTERS, LEAST, MOST, ChainCall, Product
+from ..ops.linear_chain import COUNTERS, LEAST, MOST, MOST_SUMS, ChainCall, Product
 from ..ops.linear_epilogue import EpilogueCall
-from . import views
+from . import rank_sums, views
 from .counters import matched
 from .emit import OF_ONE_CALL, emit, erase
 from .layout import below_views, is_call, rows_of, value
 from .missed import UNCHAINED, missed
+from .rank_sums import RankSum
 from .siblings import MEMBERS
 
 aten = torch.ops.aten
@@ -54,7 +58,7 @@ PATHS = "fp4_products"  # node.meta["custom"], which torch keeps: of each produc
 
 class _Linear(NamedTuple):
     """A call of one of :data:`PRODUCTS`, or the two products of experts that :mod:`.mixture` has made. ``rows``: of siblings, the first and the last of each
-    member. ``result``: what others read, where that is not ``node``."""
+    member. ``result``: what others read, where that is not ``node``. ``behind``: what leads from ``node`` to a sum over the ranks of ``group``, the result."""
 
     node: Node
     x: Node
@@ -64,6 +68,8 @@ class _Linear(NamedTuple):
     rows: list[int] | None = None
     before: tuple[Product, ...] = ()
     result: Node | None = None
+    behind: tuple[Node, ...] = ()
+    group: str = ""
 
     @property
     def products(self) -> tuple[Product, ...]:
@@ -81,6 +87,7 @@ class _Linear(NamedTuple):
 
 def fuse(graph: Graph) -> None:
     """Rewrite every such run of products in ``graph``."""
+    _tell_sums(graph)
     for nodes in _runs(graph):
         told = False
         while len(nodes) > 1:
@@ -98,6 +105,14 @@ def fuse(graph: Graph) -> None:
             if count > 1 and not isinstance(counters, str):
                 _rewrite(graph, run[:count], counters)
             nodes = nodes[max(count, 1) :]
+
+
+def _tell_sums(graph: Graph) -> None:
+    """Why the launch ends at a sum over ranks, of each that it could go across."""
+    for node in graph.nodes:
+        p = _read_alone(node)
+        if p is not None and (found := _sum_of(p)) and rows_of(p.x) == 1 and is_there(_plan(p, "linear_chain")) and (reason := rank_sums.why_not(found)):
+            missed(node, value(found.result), f"its result is summed over ranks: {reason}", UNCHAINED)
 
 
 def _runs(graph: Graph) -> list[list[Node]]:
@@ -121,6 +136,25 @@ def _runs(graph: Graph) -> list[list[Node]]:
 
 
 def _read(node: Node) -> _Linear | None:
+    found = _read_alone(node)
+    return found if found is None else _with_sum(found)
+
+
+def _with_sum(p: _Linear) -> _Linear:
+    """``p`` with the sum over ranks of its result, and what is added to that, if a launch can do it; else ``p``."""
+    found = _sum_of(p)
+    if found is None or rank_sums.why_not(found):
+        return p
+    return p._replace(product=p.product._replace(residual=found.residual, summed=True), result=found.result, behind=found.path, group=found.group)
+
+
+def _sum_of(p: _Linear) -> RankSum | None:
+    if p.rows is not None or p.multiplied or p.product.act or p.product.glu or p.product.adds:
+        return None
+    return rank_sums.read(p.read)
+
+
+def _read_alone(node: Node) -> _Linear | None:
     if is_call(node, _WRITES) and node.args[0] is linear_chain.CONTRACT.op:
         return _experts(node)
     if node.op != "call_function" or node.target not in PRODUCTS or node.kwargs:
@@ -214,6 +248,9 @@ def _why_not_behind(run: list[_Linear], p: _Linear, place: dict[Node, int]) -> s
         return ""
     if p.prefill != run[0].prefill:
         return f'one product has prefill="{run[0].prefill}", another "{p.prefill}"'
+    groups = {q.group for q in (*run, p) if q.group}
+    if p.group and (len(groups) > 1 or run[-1].group or sum(bool(q.group) for q in run) == MOST_SUMS):
+        return "a launch sums two products over the ranks of one group, and not two neighbours"
     if not in_one_mutation_region([run[0].node, p.node]):
         return "something is written between two products"
     begin, residual = place[run[0].node], p.product.residual
@@ -263,7 +300,7 @@ def counters_before(graph: Graph, head: Node, count: int, experts: bool = False)
 
 
 def _rewrite(graph: Graph, run: list[_Linear], found: Counters) -> None:
-    head, nodes = run[0].node, [p.node for p in run]
+    head, group = run[0].node, next((p.group for p in run if p.group), "")
     place = {node: i for i, node in enumerate(graph.nodes)}
     older = [user for user in found.writer.users if is_call(user, operator.getitem) and user.args[1] == found.number] if found.writer is not None else []
     older += [user for p in run if p.before for user in p.node.users if is_call(user, operator.getitem) and user.args[1] == MOST]
@@ -273,7 +310,7 @@ def _rewrite(graph: Graph, run: list[_Linear], found: Counters) -> None:
         for p in run:
             products += [*p.before, _in_rows(graph, p, read, place, head)]
             read += [*(None for _ in p.before), p.read]
-        chain = launch(graph, as_row(graph, run[0].x), products, run[0].prefill, found, head.meta, [p.node for p in run for _ in p.products])
+        chain = launch(graph, as_row(graph, run[0].x), products, run[0].prefill, found, head.meta, [p.node for p in run for _ in p.products], group)
         results, new = [None if node is None else item(graph, chain, i) for i, node in enumerate(read)], item(graph, chain, MOST)
     for old in older:  # what counts later reads what the chain has left
         old.replace_all_uses_with(new, delete_user_cb=lambda user: user is not chain)
@@ -281,19 +318,22 @@ def _rewrite(graph: Graph, run: list[_Linear], found: Counters) -> None:
     for p, result in zip(run, [result for result in results if result is not None], strict=True):
         with graph.inserting_before(head):
             _replace(graph, p, result)
-    for node in reversed(nodes):
-        for user in list(node.users):
+    for p in reversed(run):
+        for node in reversed(p.behind):  # a collective is erased as what has no effect
+            graph.erase_node(node)
+        for user in list(p.node.users):
             erase(user)
-        erase(node)
+        erase(p.node)
     matched("linear_chain")
 
 
-def launch(graph: Graph, x: Node, products: list[Product], prefill: str, counters: Counters, meta: dict[str, Any], layers: list[Node]) -> Node:
+def launch(graph: Graph, x: Node, products: list[Product], prefill: str, counters: Counters, meta: dict[str, Any], layers: list[Node], group: str = "") -> Node:
     """The chain of ``products``, at the place where the graph is being written.
 
     Args:
         meta: of a node in its place.
         layers: the nodes whose products they were.
+        group: whose ranks sum those that are ``summed``.
     """
     writer, number = counters
     if writer is None:
@@ -301,7 +341,7 @@ def launch(graph: Graph, x: Node, products: list[Product], prefill: str, counter
     else:
         with graph.inserting_after(writer):
             arrivals = item(graph, writer, number)
-    call = ChainCall.made(x, products, arrivals, prefill)._asdict()
+    call = ChainCall.made(x, products, arrivals, prefill, group)._asdict()
     del call["arrivals"]
     chain = graph.call_function(_WRITES, (linear_chain.CONTRACT.op,), call | {"_arrivals_base_index": 0, "_all_bases": [arrivals]})
     chain.meta = _meta(call, arrivals, meta, layers)

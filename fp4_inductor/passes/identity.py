@@ -1,4 +1,4 @@
-"""The keys of torch's compile caches: every byte of this package, the dispatch config and the compile range in force are a part of them.
+"""The keys of torch's compile caches: every byte of this package, the dispatch config, the compile range in force and groups of ranks are a part of them.
 
 Lowerings and appended patterns are in no cache key of torch: a changed threshold would silently reuse the old artifact
 (shown on torch 2.11 to 2.15). ``torch.compiler.config.cache_key_tag`` is in the keys of the FX-graph cache, the
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from .. import config
+from .. import _exchange, config
 from .._salt import PREFIX, cache_salt, salt, sources, sources_digest
 from .._torch import cache, guards
 from .._torch.fx_tables import before_autograd
@@ -42,5 +42,8 @@ def refresh() -> None:
 
 
 def key() -> str:
-    """:func:`cache_salt`, and whether guards are checked in the graph that is being compiled: where they are not, none chooses a kernel."""
-    return f"{cache_salt()}{'' if guards.are_checked() else ', guards unchecked'}"
+    """:func:`cache_salt`; whether guards are checked in the graph that is being compiled: where they are not, none chooses a kernel; and the groups of ranks
+    that share memory, over which a launch sums."""
+    unchecked = "" if guards.are_checked() else ", guards unchecked"
+    groups = _exchange.numbers()
+    return f"{cache_salt()}{unchecked}{f', ranks {groups}' if groups else ''}"

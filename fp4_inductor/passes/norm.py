@@ -27,7 +27,7 @@ from ..kernels.kernel import Span
 from ..kernels.select import Plan, plan
 from ..ops.linear_siblings import begins
 from ..ops.norm_linear import with_norm
-from . import add_norm, epilogue, rms_halves
+from . import add_norm, epilogue, rank_sums, rms_halves
 from .add_norm import AddNorm
 from .counters import matched
 from .emit import emit, erase
@@ -204,8 +204,10 @@ def _takes_norm(row: Span) -> bool:
 def _is_in_memory(x: Node) -> bool:
     """Is ``x`` written by something other than a kernel that Inductor writes? Such a kernel would compute the norm, too.
 
-    A sum behind a linear layer is, if that layer's kernel adds: ``epilogue.fuse`` then leaves it no other.
+    A sum behind a linear layer is, if that layer's kernel adds: ``epilogue.fuse`` then leaves it no other. So is a sum over ranks inside a launch.
     """
+    if rank_sums.in_a_launch(x):
+        return True
     while x.op == "call_function" and x.target in epilogue.VIEWS:
         x = x.args[0]  # type: ignore[assignment]
     if x.op in ("placeholder", "get_attr") or x.target in _IN_MEMORY or (is_call(x, operator.getitem) and is_ours(x.args[0])):

@@ -77,7 +77,7 @@ def counters() -> torch.Tensor:
 
 def launched(c: ChainCall, early: bool = False) -> list[torch.Tensor]:
     """By the kernel."""
-    results = torch.ops.fp4_csrc.linear_chain(*c[: ChainCall._fields.index("early")], int(early), host.arch(c.x.device))
+    results = torch.ops.fp4_csrc.linear_chain(*c[: ChainCall._fields.index("group")], 0, int(early), host.arch(c.x.device))
     return list(results[: len(c.qdata)])
 
 

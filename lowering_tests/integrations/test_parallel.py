@@ -19,6 +19,7 @@ from fp4_inductor.decoding.ranks import Ranks
 from fp4_inductor.integrations.pretrained.parallel import part_of
 from fp4_inductor.tensors import NVFP4Tensor
 from lowering_tests.foreign import MIXTRAL, MODELOPT, logits, relative
+from lowering_tests.models.conftest import BASE
 
 SCRIPT = Path(__file__).parent / "parallel_ranks.py"
 
@@ -29,19 +30,23 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
+def run_ranks(script: Path, *args: str, device: str = "cpu") -> None:
+    """``script`` on two ranks."""
+    root = Path(__file__).parents[2]
+    env = {**os.environ, "PYTHONPATH": f"{root}:{os.environ.get('PYTHONPATH', '')}", "OMP_NUM_THREADS": "1"} | (
+        {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()), str(script), *args]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_two_ranks(tmp_path, device):
     if device == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("one GPU")
     # One pair of processes for both models: starting them takes longer than all they do.
-    root = Path(__file__).parents[2]
-    env = {**os.environ, "PYTHONPATH": f"{root}:{os.environ.get('PYTHONPATH', '')}", "OMP_NUM_THREADS": "1"} | (
-        {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
-    )
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
-    command += [str(SCRIPT), str(tmp_path / "r"), str(MODELOPT), str(MIXTRAL)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_ranks(SCRIPT, str(tmp_path / "r"), str(MODELOPT), str(MIXTRAL), device=device)
     for i, path in enumerate((MODELOPT, MIXTRAL)):
         model = fp4_inductor.load_pretrained(path)
         held = []
@@ -96,3 +101,19 @@ def test_heads_of_a_rank(monkeypatch):
         ranks.heads_here(None, 3)
     monkeypatch.setattr(ranks, "ranks_of", lambda model: None)
     assert ranks.heads_here(None, 3) == 3
+
+
+def test_a_launch_goes_on_across_the_sums_of_ranks(tmp_path):
+    """A decode step of a model that Transformers divided, compiled as for two GPUs that share memory: no all-reduce is left but in the launches."""
+    import transformers
+
+    torch.manual_seed(0)
+    fields = BASE | dict(intermediate_size=128, head_dim=32)
+    model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**fields), dtype=torch.bfloat16).eval()
+    fp4_inductor.quantize_model(model, progress=False).save_pretrained(tmp_path / "model")
+    run_ranks(SCRIPT.with_name("chain_ranks.py"), str(tmp_path / "r"), str(tmp_path / "model"))
+    for rank in range(2):
+        apart, together = json.loads((tmp_path / f"r.{rank}.json").read_text())
+        assert (apart["sums"], apart["summed"]) == (4, ["[]"] * 2) and all("compute capability 9.0" in reason for reason in apart["left"])
+        assert (together["sums"], together["summed"], together["left"]) == (0, ["[0, 2]"] * 2, [])
+        assert max(apart["apart"], together["apart"]) < 1e-2

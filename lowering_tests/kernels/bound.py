@@ -38,7 +38,11 @@ def operators() -> Any:
     """``torch.ops.fp4_csrc`` on CPU tensors, set up as ``csrc.binding`` sets it up for CUDA ones. A process registers them once and cannot take them back."""
     with pytest.raises(DeviceError, match="cuda"):
         torch.ops.fp4_csrc.linear_small(torch.zeros(1, 64), torch.zeros(8, 32), torch.zeros(8, 4), torch.zeros(()), None, ARCH)
-    path = str(build.binding_library(("-DFP4_EMULATED",)))
-    torch.ops.load_library(path)
-    ctypes.CDLL(path).fp4_csrc_bind(resolve, None)
+    torch.ops.load_library(str(build.binding_library(("-DFP4_EMULATED",))))
+    binding().fp4_csrc_bind(resolve, None)
     return torch.ops.fp4_csrc
+
+
+def binding() -> ctypes.CDLL:
+    """What :func:`operators` has loaded."""
+    return ctypes.CDLL(str(build.binding_library(("-DFP4_EMULATED",))))

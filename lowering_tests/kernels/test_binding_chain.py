@@ -7,13 +7,15 @@ import ctypes
 import pytest
 import torch
 
+from fp4_inductor import _exchange
+from fp4_inductor.errors import DeviceError
 from fp4_inductor.formats import nvfp4
 from fp4_inductor.kernels import build
 from fp4_inductor.kernels.linear_chain import on_csrc
 from fp4_inductor.kernels.params import ChainParams, LinearParams
 from fp4_inductor.ops.linear_chain import CONTRACT, ChainCall, Product
 from lowering_tests.kernels import emulator
-from lowering_tests.kernels.bound import STANDINS, operators
+from lowering_tests.kernels.bound import STANDINS, binding, operators
 
 pytestmark = pytest.mark.skipif(emulator.compiler() is None or build.cxx() is None, reason="no C++ compiler")
 ARCH, BF16 = 91, torch.bfloat16  # an architecture that nothing else is resolved for
@@ -60,7 +62,7 @@ def call(dtype=BF16, rows=1) -> ChainCall:
 
 
 def flat(c: ChainCall, early=1) -> tuple:
-    return (*c[: ChainCall._fields.index("early")], early, ARCH)
+    return (*c[: ChainCall._fields.index("group")], _exchange.number_of(c.group), early, ARCH)
 
 
 def fields(p: LinearParams) -> dict:
@@ -97,11 +99,28 @@ def test_ctypes_give_the_same(chain, dtype):
     own, given, _ = on_csrc.call_of(c)
     assert (given.count, list(given.finish), given.arrivals, given.arrivals_count) == (4, list(seen[0].finish), seen[0].arrivals, 6)
     moved = dict(zip((t.data_ptr() for t in own), (t.data_ptr() for t in results), strict=True))  # results have other addresses
-    for ours, binding in zip(given.products, seen[0].products, strict=True):
+    for ours, theirs in zip(given.products, seen[0].products, strict=True):
         a = {name: moved.get(value, value) if name in ("x", "y", "residual") else value for name, value in fields(ours).items()}
-        a["early"] = binding.early = 0  # that of the first one counts
-        assert a == fields(binding)
+        a["early"] = theirs.early = 0  # that of the first one counts
+        assert a == fields(theirs)
     assert given.products[0].early == 1
+
+
+def test_ranks(chain, monkeypatch):
+    """The operator finds the memory of a group by its number; so do calls through ctypes."""
+    monkeypatch.setattr(_exchange, "_GROUPS", {})
+    c = call()._replace(summed=[0, 2], group="a group of test_ranks")
+    with pytest.raises(RuntimeError, match="load the model before the graph is called"):
+        chain(*flat(c))
+    with pytest.raises(DeviceError, match="Load the model before the graph is called"):
+        on_csrc.call_of(c)
+    _exchange.add(c.group, _exchange.Exchange((16, 32, 48), 1, None))
+    _exchange.tell(binding(), _exchange.number_of(c.group), _exchange.of(c.group))
+    chain(*flat(c))
+    for given in (seen[0], on_csrc.call_of(c)[1]):
+        assert (given.ranks, given.rank, list(given.summed), list(given.memory)) == (3, 1, [1, 0, 1, 0], [16, 32, 48, *[None] * 5])
+    chain(*flat(call()))
+    assert (seen[1].ranks, list(seen[1].summed)) == (0, [0] * 4)
 
 
 def test_two_products(chain):
@@ -164,7 +183,7 @@ def test_the_kernel_behind_the_operator(ops, dtype):
         random(96, 64, 3, starts=(32, 64), bias=torch.randn(96).to(dtype), norm_weight=torch.randn(64).to(dtype), **norm),
     ]
     c = ChainCall.made(torch.randn(1, 128).to(dtype), products, torch.zeros(4, dtype=torch.int32))
-    got = ops.linear_chain(*c[: ChainCall._fields.index("early")], 0, 90)
+    got = ops.linear_chain(*flat(c, 0)[:-1], 90)
     for a, b in zip(got, CONTRACT.reference(*c), strict=True):
         assert float((a.double() - b.double()).norm() / b.double().norm()) <= CONTRACT.tolerance[dtype]
     assert not c.arrivals.any()

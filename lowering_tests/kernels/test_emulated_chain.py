@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,8 +59,10 @@ def fields_of(p: Product, x: Tensor, residual: Tensor | None) -> dict[str, Any]:
     return dict(linear_fields(x, p.w, p.bias, p.tile, p.starts), act=ACTS.index(p.act), residual=residual, **norm)
 
 
-def run(x: Tensor, products: list[Product], early: bool = True, seed: int = 0, count: int | None = None, **given: Any) -> Launch:
-    """One launch; ``given``: fields of ChainParams that are otherwise right."""
+def run(
+    x: Tensor, products: list[Product], early: bool = True, seed: int = 0, count: int | None = None, after: Callable[[], None] | None = None, **given: Any
+) -> Launch:
+    """One launch; ``given``: fields of ChainParams that are otherwise right. ``after``: is called while the emulated memory is still there."""
     kernel = emulated(CHAIN, 90)
     library, launch = kernel.library, Launch()
     library.emulator_seed(seed)
@@ -91,6 +94,8 @@ def run(x: Tensor, products: list[Product], early: bool = True, seed: int = 0, c
             ctypes.memmove(out.data_ptr(), place, out.nbytes)
             launch.results.append(out)
         ctypes.memmove(launch.arrivals.data_ptr(), counters.value, launch.arrivals.nbytes)
+        if after is not None:
+            after()
         return launch
     finally:
         library.emulator_free_all()

@@ -132,9 +132,9 @@ reinterpret_tensor(b6, (1, 1024), (1024, 1), 0), [in8, in9, in10, in11],
 [0, 1, 0, 0],
 [0, 1, 0, 0],
 [0, 0, 1536, 0, 0, 0, 1024, 1280],
-b5, None, (), 1, 90""",
+b5, None, (), (), 0, 1, 90""",
     )
-    assert re.search(r"\[None, in\d+, None\], \[b8, None, None\], \[-1, -1, 0\], .* \[0, 0, 1536, 0, 0, 0\], b5, None, \(\), 1, 90$", second)
+    assert re.search(r"\[None, in\d+, None\], \[b8, None, None\], \[-1, -1, 0\], .* \[0, 0, 1536, 0, 0, 0\], b5, None, \(\), \(\), 0, 1, 90$", second)
     assert [given.split(", ")[-2] for given in arguments(body, "cached_attention")] == ["b5", "b5"]
     assert len(re.findall(r"reinterpret_tensor\(b9, \(1, [82], 1, 128\)", arguments(body, "cached_attention")[1])) == 3 and "b9 = b7[3]" in body
 
@@ -176,8 +176,8 @@ def test_counters_that_the_graph_keeps(engine, products):
     body, entries, counted, left = compiled(lambda: Alone(products))
     assert (counted["linear_chain"], left) == (2, [])
     assert launched(body)[0] == launched(body)[-1] == "linear_chain" and "triton_poi_fused" not in launched(body)
-    counted_in = re.findall(r"reinterpret_tensor\(fp4_counters, \(5, \), \(1, \), 0\), None, \(\), 1, 90", body)
-    assert counted_in == ["reinterpret_tensor(fp4_counters, (5, ), (1, ), 0), None, (), 1, 90"] * 2
+    counted_in = re.findall(r"reinterpret_tensor\(fp4_counters, \(5, \), \(1, \), 0\), None, \(\), \(\), 0, 1, 90", body)
+    assert counted_in == ["reinterpret_tensor(fp4_counters, (5, ), (1, ), 0), None, (), (), 0, 1, 90"] * 2
     assert [e.note.endswith("begins while the kernel before it runs; it counts in a constant of the graph") for e in entries] == (
         [True] + [False] * (products - 1)
     ) * 2

@@ -103,6 +103,11 @@ REFUSED = {
     "an activation": (errors.ConfigError, "unknown activation; got 9", lambda p: p, dict(act=[0, 9, 0, 0])),
     "arrivals of another dtype": (errors.DTypeError, "arrivals", lambda p: p, dict(arrivals=torch.zeros(4))),
     "too few arrivals": (errors.ShapeError, "4 or more", lambda p: p, dict(arrivals=torch.zeros(3, dtype=torch.int32))),
+    "a sum without a group": (errors.ConfigError, "summed over ranks; got summed .0.", lambda p: p, dict(summed=[0])),
+    "a group without a sum": (errors.ConfigError, "a group and the numbers", lambda p: p, dict(group="tp")),
+    "a sum of gates": (errors.ConfigError, "without activation", lambda p: p, dict(summed=[1], group="tp")),
+    "neighbours that are summed": (errors.ConfigError, "no neighbours", lambda p: p, dict(summed=[2, 3], group="tp")),
+    "a sum of no product": (errors.ConfigError, "the numbers of at most 2", lambda p: p, dict(summed=[4], group="tp")),
     "sizes that do not fit": (errors.ShapeError, "disagree on K", lambda p: [p[0], p[2]], {}),
     "a residual of another shape": (errors.ShapeError, "residual does not fit", lambda p: [p[0]._replace(residual=torch.zeros(1, 3)), *p[1:]], {}),
 }

@@ -10,11 +10,13 @@ import re
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 
 import fp4_inductor
-from fp4_inductor import KVCache, NVFP4Config, _engines, dispatch
+from fp4_inductor import KVCache, NVFP4Config, _engines, _exchange, dispatch
+from fp4_inductor._torch.collectives import all_reduce
 from fp4_inductor.explain import Explanation
 from fp4_inductor.ops.linear_chain import COUNTERS
 from fp4_inductor.passes import chain, missed
@@ -382,3 +384,78 @@ def test_what_explain_prints():
     left = [missed.Missed(f"linear_{i}", "[1, 64]", "M is 2: one launch takes M = 1", UNCHAINED) for i in range(2)]
     text = Explanation([], {}, left).text(200)
     assert "left apart: 2 products [1, 64] (linear_0, linear_1) are not one launch with the products behind it: M is 2: one launch takes M = 1" in text
+
+
+# --- a model that is divided among ranks ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def group(tmp_path, monkeypatch):
+    """A group of this process alone, whose sum changes nothing; no rank shares memory yet."""
+    monkeypatch.setattr(_exchange, "_GROUPS", {})
+    monkeypatch.setattr(_exchange, "_REASONS", {})
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def divided(group):
+    """A layer's products behind its attention, o and down summed over ``group``."""
+
+    def step(x, arrivals, o, norm, gate_up, down, second_norm, qkv):
+        arrivals = arrivals + 0
+        h = x + all_reduce(fp4.linear(attended(x, arrivals), *o), group)
+        gate, up = fp4.linear(normalized(h, norm), *gate_up).chunk(2, -1)
+        h = all_reduce(fp4.linear(F.silu(gate) * up, *down), group) + h
+        return h, fp4.linear(normalized(h, second_norm), *qkv)
+
+    return step
+
+
+def divided_parts():
+    return torch.randn(1, 1, K).to(BF16), torch.zeros(8, dtype=torch.int32), made((K, K)), made(K), made((256, K)), made((K, 128)), made(K), made((96, K))
+
+
+def test_sums_over_ranks_are_inside(chained, group):
+    _exchange.add(group.group_name, _exchange.Exchange((0,), 0, None))
+    step, parts = divided(group), divided_parts()
+    c, left = chained(step, *parts)
+    assert (called(c.graph), left) == (["cached_attention", "linear_chain"], []) and "all_reduce" not in c.graph
+    assert "added=[-1, -1, 0, -1]" in c.graph and f"summed=[0, 2], group={group.group_name}" in c.graph
+    for got, want in zip(c.result, step(*parts), strict=True):
+        assert float((got.double() - want.double()).norm() / want.double().norm()) < 1e-2
+
+
+def test_sums_of_ranks_that_share_no_memory(chained, group):
+    """The launch ends there, and it is said why."""
+    c, left = chained(divided(group), *divided_parts())
+    assert c.graph.count("all_reduce.default(") == 2 and called(c.graph).count("linear_chain") == 1
+    assert left == ["its result is summed over ranks: the ranks of this group share no memory"] * 2
+
+
+def test_a_sum_that_something_else_reads(chained, group):
+    """The launch does not add the residual to it then."""
+    _exchange.add(group.group_name, _exchange.Exchange((0,), 0, None))
+
+    def step(x, arrivals, o, norm, gate_up):
+        part = all_reduce(fp4.linear(attended(x, arrivals + 0), *o), group)
+        return fp4.linear(normalized(x + part, norm), *gate_up), part.relu()
+
+    x, arrivals, *parts = divided_parts()
+    c, _ = chained(step, x, arrivals, *parts[:3])
+    assert called(c.graph).count("linear_chain") == 0 and c.graph.count("all_reduce.default(") == 1
+    for got, want in zip(c.result, step(x, arrivals, *parts[:3]), strict=True):
+        assert float((got.double() - want.double()).norm() / want.double().norm()) < 1e-2
+
+
+def test_other_reductions_stay(chained, group):
+    _exchange.add(group.group_name, _exchange.Exchange((0,), 0, None))
+
+    def step(x, arrivals, o, norm, gate_up):
+        part = fp4.linear(attended(x, arrivals + 0), *o)
+        largest = torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(part, "max", group.group_name))
+        return fp4.linear(normalized(x + largest, norm), *gate_up)
+
+    x, arrivals, *parts = divided_parts()
+    c, _ = chained(step, x, arrivals, *parts[:3])
+    assert c.graph.count("all_reduce.default(") == 1 and "summed=[0]" not in c.graph

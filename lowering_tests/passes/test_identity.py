@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fp4_inductor
-from fp4_inductor import config
+from fp4_inductor import _exchange, config
 from fp4_inductor.passes import identity
 
 ROOT = Path(fp4_inductor.__file__).resolve().parent.parent
@@ -21,7 +21,7 @@ ROOT = Path(fp4_inductor.__file__).resolve().parent.parent
 SCRIPT = """
 import json, sys
 import torch, fp4_inductor
-from fp4_inductor import config
+from fp4_inductor import _exchange, config
 from torch._dynamo.utils import counters
 
 class Model(torch.nn.Module):
@@ -139,3 +139,12 @@ def test_sources_are_all_files_that_decide_something():
 def test_nothing_is_hashed_at_import():
     code = "import fp4_inductor, sys; assert 'fp4_inductor.passes' not in sys.modules and 'torch._inductor.compile_fx' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=120)
+
+
+def test_groups_of_ranks_are_in_the_key(monkeypatch):
+    """A graph that sums over ranks in its launches is none for a process whose ranks share no memory."""
+    monkeypatch.setattr(_exchange, "_GROUPS", {})
+    alone = identity.key()
+    _exchange.add("a group", _exchange.Exchange((0, 0), 1, None))
+    joined = identity.key()
+    assert joined != alone and str(_exchange.number_of("a group")) in joined and _exchange.number_of("another group") != _exchange.number_of("a group")

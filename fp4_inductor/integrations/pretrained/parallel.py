@@ -21,6 +21,7 @@ from ...formats import nvfp4
 from ...modules import FP4Experts, FP4Linear
 from ...modules.packed import PackedWeight
 from ...tensors import NVFP4Tensor
+from .rank_memory import join
 
 _ROWS = ("colwise", "colwise_rep", "colwise_gather_output")
 _COLUMNS = ("rowwise", "rowwise_rep", "rowwise_split_input")
@@ -124,6 +125,7 @@ def finish_model(model: PreTrainedModel, ranks: Ranks) -> None:
     """
     if "sequence_parallel" in ranks.plan.values():
         return
+    join(ranks.group, model.device)
     for name, module in model.named_modules():
         style = ranks.style(name)
         if style == _GRADIENTS:

@@ -1,6 +1,7 @@
 """The internal operator ``torch.ops.fp4_csrc.linear_chain``, by which compiled graphs call ``csrc/gemm/linear_chain.cu``.
 
-Its arguments are those of ``fp4.linear_chain``, numbers for flags, and the architecture in the place of ``prefill``. It is defined, and reached, as the
+Its arguments are those of ``fp4.linear_chain``, numbers for flags and for the group (``_exchange.py``), and the architecture in the place of
+``prefill``. It is defined, and reached, as the
 operators of :mod:`fp4_inductor.kernels.csrc` are.
 """
 
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ... import _exchange
 from ...errors import DeviceError, KernelError
 from ...ops import linear_chain
 from ...ops.linear_chain import MOST, ChainCall
@@ -82,6 +84,10 @@ def call_of(c: ChainCall, stream: int = 0) -> tuple[list[Tensor], params.ChainPa
     for i, p in enumerate(c.products()):
         if p.routing is not None:
             finish[i + 1] = _POINTWISE  # with or without something to add
+    if c.summed:
+        ranks = _exchange.of(c.group)
+        addresses = (*ranks.addresses, *(0,) * (_exchange.MOST_RANKS - len(ranks.addresses)))
+        more |= dict(summed=[int(i in c.summed) for i in range(MOST)], ranks=len(ranks.addresses), rank=ranks.rank, memory=addresses)
     filled = params.ChainParams.of(
         products=products, arrivals=c.arrivals, arrivals_count=c.arrivals.numel(), count=len(products), finish=(*finish, *(0,) * (MOST - len(finish))), **more
     )
@@ -92,8 +98,8 @@ def _fake(*args: Any) -> tuple[Tensor, ...]:
     return linear_chain.fake(ChainCall.of(*args[:-1]))
 
 
-_DEFAULTS = 'router=None, int[] routing=[], bool early=False, str prefill="auto"'
-_SCHEMA = linear_chain.CONTRACT.schema.replace(_DEFAULTS, "router, int[] routing, int early, int arch")
+_DEFAULTS = 'router=None, int[] routing=[], int[] summed=[], str group="", bool early=False, str prefill="auto"'
+_SCHEMA = linear_chain.CONTRACT.schema.replace(_DEFAULTS, "router, int[] routing, int[] summed, int group, int early, int arch")
 csrc.DEFINITIONS.define(f"{NAME}{_SCHEMA}")
 csrc.DEFINITIONS.impl(NAME, _until_bound, "CompositeExplicitAutograd")
 torch.library.register_fake(f"fp4_csrc::{NAME}", _fake, lib=csrc.DEFINITIONS)

@@ -28,6 +28,16 @@ inline uint32_t load_8(const void* p) { return *(const uint8_t*)p; }
 inline int count_arrival(int* counter) { return emulated::count_arrival(counter); }
 inline void arrive(int* counter) { emulated::count_arrival(counter); }
 inline void wait_for_arrivals(const int* counter, int count) { emulated::flag_wait(counter, count); }
+// Who asks for what is not there yet has nothing else to do: it waits until no half is 0.
+inline uint4 load_relaxed(const void* p) {
+  for (int i = 0; i < 4; ++i) emulated::halves_wait((const uint32_t*)p + i, 0xFFFFFFFF);
+  return *(const uint4*)p;
+}
+inline uint32_t load_relaxed_16(const void* p) {
+  emulated::halves_wait((const uint32_t*)((uintptr_t)p & ~(uintptr_t)3), (uintptr_t)p & 2 ? 0xFFFF0000 : 0xFFFF);
+  return *(const uint16_t*)p;
+}
+inline void store_relaxed_16(void* p, uint32_t bits) { emulated::store_16((uint16_t*)p, bits); }
 inline uint32_t load_table(Shared at) { return *(const uint32_t*)at; }
 inline float shuffle_xor(float v, int mask) {
   struct Lane {

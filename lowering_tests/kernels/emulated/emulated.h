@@ -71,6 +71,8 @@ void tma_load_2d(void* shared, const TensorMap& map, int byte, int row, int plan
 // Between blocks of a grid, which begin one after the other here: a cluster when all before it have ended or wait for a flag.
 void flag_set(int* flag);
 void flag_wait(const int* flag, int least);
+void halves_wait(const uint32_t* word, uint32_t of);  // until no half of the word that `of` covers is 0
+void store_16(uint16_t* at, uint32_t bits);           // which others may read at any time
 int count_arrival(int* counter);
 
 // FP4_FAULT(NAME) in a kernel is true while the test has switched on the fault of that name.

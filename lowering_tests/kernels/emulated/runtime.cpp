@@ -84,8 +84,13 @@ struct Fiber {
   bool done, began_early;  // not waited for the kernel before
   const Barrier* waits;
   unsigned generation;
-  const int* flag;  // waits until it is `least` or more
+  const int* flag;  // waits until it is `least` or more, or
   int least;
+  uint32_t halves;  // until no half of it that these bits cover is 0; 0: the former
+  bool flag_is_set() const {
+    const uint32_t word = *flag | ~halves;
+    return halves ? (word & 0xFFFF) && word >> 16 : *flag >= least;
+  }
   std::vector<Copy> open;
   std::deque<std::vector<Copy>> groups;
   std::set<Mbarrier*> waited;  // since it last published writes
@@ -294,7 +299,7 @@ void deadlock(const Launch& launch);
 
 // Can a thread go on, of a cluster that has just begun or that waited for a flag?
 bool flagged(const Launch& launch) {
-  return std::any_of(launch.fibers.begin(), launch.fibers.end(), [](auto& f) { return !f->done && (f->flag ? *f->flag >= f->least : !f->waits || f->waits->generation != f->generation); });
+  return std::any_of(launch.fibers.begin(), launch.fibers.end(), [](auto& f) { return !f->done && (f->flag ? f->flag_is_set() : !f->waits || f->waits->generation != f->generation); });
 }
 
 // Until all threads have ended, or until nothing moves but flags of other clusters may do: false then.
@@ -307,7 +312,7 @@ bool run(Launch& launch) {
     if (seed) std::shuffle(order.begin(), order.end(), random);
     bool moved = false;
     for (Fiber* f : order) {
-      if (f->done || (f->waits && f->waits->generation == f->generation) || (f->flag && *f->flag < f->least)) continue;
+      if (f->done || (f->waits && f->waits->generation == f->generation) || (f->flag && !f->flag_is_set())) continue;
       f->waits = nullptr;
       f->flag = nullptr;
       current = f;
@@ -573,8 +578,23 @@ void flag_set(int* flag) {
 void flag_wait(const int* flag, int least) {
   access((const uint8_t*)flag, 4, false, false);
   if (*flag >= least) return;
-  current->flag = flag, current->least = least;
+  current->flag = flag, current->least = least, current->halves = 0;
   leave();
+}
+
+void halves_wait(const uint32_t* word, uint32_t of) {
+  access((const uint8_t*)word, 4, false, false);
+  Fiber& f = *current;
+  f.flag = (const int*)word, f.halves = of;
+  if (f.flag_is_set())
+    f.flag = nullptr;
+  else
+    leave();
+}
+
+void store_16(uint16_t* at, uint32_t bits) {
+  access((const uint8_t*)at, 2, true, false);
+  *at = bits;
 }
 
 int count_arrival(int* counter) {

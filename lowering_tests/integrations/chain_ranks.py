@@ -1,0 +1,67 @@
+"""Run by test_parallel.py on every rank of two, on a CPU: a decode step of a divided model, compiled for a pretended GPU whose ranks share memory."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+import torch.distributed as dist
+from torch._inductor import config as inductor_config
+
+import fp4_inductor
+from fp4_inductor import KVCache, _exchange, passes
+from fp4_inductor.decoding.ranks import ranks_of
+from fp4_inductor.passes.missed import UNCHAINED, listen
+from lowering_tests import norm_kernels
+from lowering_tests.passes.conftest import Recorder, _run_after_passes
+
+
+def main(out: str, path: str) -> None:
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    dist.init_process_group("gloo")
+    options = {"tp_plan": "auto"}
+    if hasattr(transformers, "DistributedConfig"):
+        options = {"distributed_config": transformers.DistributedConfig(tp_plan="auto")}
+    model = fp4_inductor.load_pretrained(path, **options)
+    ranks = ranks_of(model)
+    assert ranks is not None
+
+    def step(cache: KVCache) -> torch.Tensor:
+        return model(input_ids=torch.tensor([[5]]), past_key_values=cache).logits
+
+    def compiled() -> tuple[torch.Tensor, dict, str, list[str]]:
+        torch._dynamo.reset()
+        passes.reset_matches()
+        recorder = Recorder()
+        patches = {"force_disable_caches": True, "post_grad_custom_post_pass": recorder}
+        with norm_kernels.on_a_cpu(), listen() as left, inductor_config.patch(patches):
+            result = torch.compile(step, fullgraph=True, backend=_run_after_passes)(KVCache(model, 32, 1))
+        return result, passes.matches(), recorder.texts[-1], [m.reason for m in left if m.what == UNCHAINED]
+
+    with torch.no_grad():
+        want = step(KVCache(model, 32, 1))
+        apart = compiled()
+        _exchange.add(ranks.group.group_name, _exchange.Exchange((0, 0), dist.get_rank(), None))
+        together = compiled()
+    found = [
+        {
+            "chains": matches.get("linear_chain", 0),
+            "sums": [line.count("all_reduce") for line in graph.splitlines() if "all_reduce" in line].count(1),
+            "summed": [line.split("summed=")[1].split("]")[0] + "]" for line in graph.splitlines() if "summed=" in line],
+            "left": left,
+            "apart": float((result.double() - want.double()).norm() / want.double().norm()),
+        }
+        for result, matches, graph, left in (apart, together)
+    ]
+    with open(f"{out}.{dist.get_rank()}.json", "w") as file:
+        json.dump(found, file)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
