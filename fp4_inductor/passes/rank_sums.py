@@ -10,7 +10,7 @@ from torch.fx import Node
 from .. import _exchange
 from .._torch.collectives import functional_calls
 from . import views
-from .layout import is_call, value
+from .layout import below_views, is_call, value
 
 aten = torch.ops.aten
 
@@ -56,10 +56,15 @@ def why_not(sum: RankSum) -> str:
 def in_a_launch(x: Node) -> bool:
     """Is ``x`` a sum over ranks, or one and a residual, that a launch can compute?"""
     reduce, wait = functional_calls()
-    for node in x.args if is_call(x, aten.add.Tensor) else (x,):
+    for operand in x.args if is_call(x, aten.add.Tensor) else (x,):
+        node = below_views(operand) if isinstance(operand, Node) else operand
         if is_call(node, wait) and is_call(node.args[0], reduce) and not _exchange.why_not(node.args[0].args[2]):  # type: ignore[union-attr,arg-type]
             return value(x).shape[-1] <= _exchange.ROW
     return False
+
+
+def _alike(a: Node, b: Node) -> bool:
+    return value(a).shape == value(b).shape and value(a).dtype == value(b).dtype
 
 
 def _along(node: Node, targets: set[Any]) -> list[Node]:

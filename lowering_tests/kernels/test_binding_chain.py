@@ -13,7 +13,8 @@ from fp4_inductor.formats import nvfp4
 from fp4_inductor.kernels import build
 from fp4_inductor.kernels.linear_chain import on_csrc
 from fp4_inductor.kernels.params import ChainParams, LinearParams
-from fp4_inductor.ops.linear_chain import CONTRACT, ChainCall, Product
+from fp4_inductor.ops.linear_chain import CONTRACT, ChainCall, Product, Routing
+from fp4_inductor.ops.router import FORMS
 from lowering_tests.kernels import emulator
 from lowering_tests.kernels.bound import STANDINS, binding, operators
 
@@ -192,3 +193,27 @@ def test_the_kernel_behind_the_operator(ops, dtype):
 def random(n, k, scales=1, **options):
     q, s, g = nvfp4.quantize(torch.randn(n, k) / k**0.5)
     return Product(q, s, g * torch.arange(1, scales + 1) if scales > 1 else g, **options)
+
+
+@pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
+def test_ranks_behind_the_operator(ops, experts, monkeypatch):
+    """Emulated, a group of one rank: its part is the sum. Four calls, because the memory is used again after three."""
+    monkeypatch.setattr(_exchange, "_GROUPS", {})
+    group, memory = "a group of one", torch.zeros(_exchange.size(1), dtype=torch.uint8)
+    _exchange.add(group, _exchange.Exchange((memory.data_ptr(),), 0, memory))
+    _exchange.tell(binding(), _exchange.number_of(group), _exchange.of(group))
+    norm = dict(norm_weight=torch.randn(64).to(BF16), eps=1e-6)
+    gate_up, down = random(256, 64, act="silu", glu=True, **norm), random(64, 128, added=0)
+    if experts:
+        several = [[random(n, k) for _ in range(6)] for n, k in ((256, 64), (64, 128))]
+        stacks = [{name: torch.stack([getattr(p, name) for p in of]) for name in ("qdata", "scale", "global_scale")} for of in several]
+        gate_up = gate_up._replace(**stacks[0], routing=Routing(torch.randn(6, 64).to(BF16), 2, FORMS[1], True))
+        down = down._replace(**stacks[1])
+    for _ in range(4):
+        products = [random(64, 128, residual=torch.randn(1, 64).to(BF16)), gate_up, down, random(96, 64, **norm)]
+        arrivals = torch.zeros(5, dtype=torch.int32)
+        alone = ChainCall.made(torch.randn(1, 128).to(BF16), products, arrivals)
+        got = ops.linear_chain(*flat(alone._replace(summed=[0, 2], group=group), 0)[:-1], 90)
+        for a, b in zip(got, CONTRACT.reference(*alone), strict=True):
+            assert float((a.double() - b.double()).norm()) <= CONTRACT.tolerance[BF16] * float(b.double().norm())
+        assert not arrivals.any()

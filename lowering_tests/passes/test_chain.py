@@ -210,7 +210,8 @@ v12 = auto_functionalized_v2(fp4.linear_chain.default, x=v11, qdata=[in2, in6, i
     glu=[0, 1, 0, 0],
     starts=[0, 0, 0, 0, 0, 0, 0, 0],
     router=None, routing=[],
-    early=False, prefill=auto, _arrivals_base_index=0, _all_bases=[v7])
+    summed=[],
+    group=, early=False, prefill=auto, _arrivals_base_index=0, _all_bases=[v7])
 v13 = <built-in function getitem>(v12, 2)
 v14 = <built-in function getitem>(v12, 3)
 v15 = <built-in function getitem>(v12, 4)
@@ -399,14 +400,14 @@ def group(tmp_path, monkeypatch):
     dist.destroy_process_group()
 
 
-def divided(group):
-    """A layer's products behind its attention, o and down summed over ``group``."""
+def divided(group, lead=(1, 1)):
+    """A layer's products behind its attention, o and down summed over ``group``; a sum of rows as experts give it has another ``lead``."""
 
     def step(x, arrivals, o, norm, gate_up, down, second_norm, qkv):
         arrivals = arrivals + 0
         h = x + all_reduce(fp4.linear(attended(x, arrivals), *o), group)
         gate, up = fp4.linear(normalized(h, norm), *gate_up).chunk(2, -1)
-        h = all_reduce(fp4.linear(F.silu(gate) * up, *down), group) + h
+        h = all_reduce(fp4.linear((F.silu(gate) * up).reshape(*lead, -1), *down), group).reshape(h.shape) + h
         return h, fp4.linear(normalized(h, second_norm), *qkv)
 
     return step
@@ -416,9 +417,10 @@ def divided_parts():
     return torch.randn(1, 1, K).to(BF16), torch.zeros(8, dtype=torch.int32), made((K, K)), made(K), made((256, K)), made((K, 128)), made(K), made((96, K))
 
 
-def test_sums_over_ranks_are_inside(chained, group):
+@pytest.mark.parametrize("lead", [(1, 1), (1,)])
+def test_sums_over_ranks_are_inside(chained, group, lead):
     _exchange.add(group.group_name, _exchange.Exchange((0,), 0, None))
-    step, parts = divided(group), divided_parts()
+    step, parts = divided(group, lead), divided_parts()
     c, left = chained(step, *parts)
     assert (called(c.graph), left) == (["cached_attention", "linear_chain"], []) and "all_reduce" not in c.graph
     assert "added=[-1, -1, 0, -1]" in c.graph and f"summed=[0, 2], group={group.group_name}" in c.graph
