@@ -37,13 +37,12 @@ def read(part: Node) -> RankSum | None:
         return None
     path = [*path[1:], *sums, *waits]
     group: Any = sums[0].args[2]
-    added = _along(path[-1], {aten.add.Tensor})[1:2]
+    shaped = _along(path[-1], views.RESHAPES)
+    added = _along(shaped[-1], {aten.add.Tensor})[1:2]
     if added and not added[0].kwargs:
-        other = next((node for node in added[0].args if node is not path[-1]), None)
-        if isinstance(other, Node) and all(
-            (value(node).shape, value(node).dtype) == (value(added[0]).shape, value(added[0]).dtype) for node in (other, path[-1])
-        ):
-            return RankSum((*path, added[0]), other, group)
+        other = next((node for node in added[0].args if node is not shaped[-1]), None)
+        if isinstance(other, Node) and all(_alike(node, added[0]) for node in (other, shaped[-1])):
+            return RankSum((*path, *shaped[1:], added[0]), other, group)
     return RankSum(tuple(path), None, group)
 
 
