@@ -34,7 +34,6 @@ template <typename T> struct Product {
   T* y;
   int K, columns, parts, act, second, third;  // parts: rows of W that make one column of y, `columns` rows apart
   float eps, norm_offset;
-  int sum;  // -1, or the number of the sum over the ranks that its results go into: then y is that and the residual
   int all, groups, segments, log_k_groups, log_width;  // groups of R rows, of each block; of K; of warps that share K; of the columns of a group
 
   // How many groups this block has, 0 or less where the blocks before have taken all.
@@ -49,6 +48,8 @@ template <typename T> struct Chain {
   int* arrivals;
   Routing<T> routing;
   Exchange<T> exchange;
+  int sum[kMostProducts];                // of each product -1, or the number of the sum over the ranks that its results go into
+  const T* sum_residual[kMostProducts];  // what is added to that sum, or null; the product's own residual is null then
 };
 
 template <typename T> __device__ __forceinline__ float from_l2(const T* p) {
@@ -71,12 +72,12 @@ template <typename T> struct Operands {
         scales[part * columns + c] = scale * kWeightUnit;
         added[part * columns + c] = p.bias ? Numbers<T>::to_float(p.bias[n + part * p.columns]) : 0.f;
       }
-    residual[c] = p.residual && p.sum < 0 ? from_l2(p.residual + n) : 0.f;
+    residual[c] = p.residual ? from_l2(p.residual + n) : 0.f;
   }
   __device__ __forceinline__ T value(const Product<T>& p, const float (&sums)[2], int c) const {
     float v = activate(sums[0] * scales[c] + added[c], p.act);
     if (p.parts == 2) v *= sums[1] * scales[columns + c] + added[columns + c];
-    if (p.residual && p.sum < 0) v += residual[c];
+    if (p.residual) v += residual[c];
     return Numbers<T>::from_float(v);
   }
 };
@@ -150,11 +151,12 @@ template <typename T> __device__ __forceinline__ void fetch_to_l2(const Product<
   }
 }
 
-// Numbers n to n + 7 of the sum over the ranks of the results of product p, and the residual.
-template <typename T> __device__ __forceinline__ uint4 summed(const Chain<T>& chain, const Product<T>& p, int set, int n) {
-  const uint4 residual = load_or_zero(p.residual ? p.residual + n : p.y, p.residual != nullptr);
+// Numbers n to n + 7 of the sum over the ranks of a product's results, and the residual.
+template <typename T> __device__ __forceinline__ uint4 summed(const Chain<T>& chain, int product, int set, int n) {
+  const T* from = chain.sum_residual[product];
+  const uint4 residual = load_or_zero(from ? from + n : chain.products[product].y, from != nullptr);
   float v[8], added[8];
-  chain.exchange.load(set, p.sum, n, v);
+  chain.exchange.load(set, chain.sum[product], n, v);
   floats_of<T>(residual, added);
 #pragma unroll
   for (int i = 0; i < 8; ++i) v[i] += added[i];
@@ -196,9 +198,9 @@ template <typename T, bool kRouted, bool kSummed> __device__ __forceinline__ voi
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
       const int c = threadIdx.x + i * kMultiplying;
-      if (kSummed && product && chain.products[product - 1].sum >= 0) {
+      if (kSummed && product && chain.sum[product - 1] >= 0) {
         raw[i] = uint4{};
-        if (c * 8 < K) raw[i] = summed(chain, chain.products[product - 1], set, c * 8);
+        if (c * 8 < K) raw[i] = summed(chain, product - 1, set, c * 8);
       } else {
         raw[i] = load_or_zero(p.x + (c * 8 < K ? c * 8 : 0), c * 8 < K);
       }
@@ -281,21 +283,23 @@ template <typename T, bool kRouted, bool kSummed> __device__ __forceinline__ voi
 #endif
   int set = 0;
   if constexpr (kSummed) set = __ldcg(chain.exchange.next_set()), chain.exchange.clear(set, lane);
-  // The block's columns of a sum over the ranks, and the residual.
-  auto store_sum = [&](const Product<T>& p) {
+  // The block's columns of a product's sum over the ranks, and the residual.
+  auto store_sum = [&](int product) {
+    const Product<T>& p = chain.products[product];
+    const T* residual = chain.sum_residual[product];
     const int n0 = blockIdx.x * p.groups << p.log_width, count = min(p.groups << p.log_width, p.columns - n0);
-    for (int c = lane; c < count; c += 32) p.y[n0 + c] = chain.exchange.load(set, p.sum, n0 + c, p.residual ? from_l2(p.residual + n0 + c) : 0.f);
+    for (int c = lane; c < count; c += 32) p.y[n0 + c] = chain.exchange.load(set, chain.sum[product], n0 + c, residual ? from_l2(residual + n0 + c) : 0.f);
   };
 #pragma unroll 1
   for (int product = 0; product < chain.count; ++product) {
     const Product<T>& p = chain.products[product];
     const int groups = p.groups_of(blockIdx.x), n0 = blockIdx.x * p.groups << p.log_width, count = min(p.groups << p.log_width, p.columns - n0);
-    const bool routed = kRouted && product == chain.routing.product, after_sum = kSummed && product && chain.products[product - 1].sum >= 0;
+    const bool routed = kRouted && product == chain.routing.product, after_sum = kSummed && product && chain.sum[product - 1] >= 0;
     if (groups > 0 || routed) {
       if (product && !after_sum && lane == 0 && !FP4_FAULT(SKIP_WAIT_FOR_ARRIVALS)) wait_for_arrivals(chain.arrivals + product - 1, gridDim.x);
       if (!FP4_FAULT(SKIP_BARRIER_BEFORE_X)) __syncthreads();
     }
-    if (after_sum) store_sum(chain.products[product - 1]);
+    if (after_sum) store_sum(product - 1);
     if (groups > 0 || routed) {
       if (routed) {
         __syncthreads();
@@ -319,13 +323,13 @@ template <typename T, bool kRouted, bool kSummed> __device__ __forceinline__ voi
           if (p.parts == 2) all[1] += row[FP4_FAULT(UP_FROM_GATE_ROWS) ? 0 : R / 2];
         }
         const T y = memory.operands.value(p, all, c);
-        if (kSummed && p.sum >= 0)
-          chain.exchange.store(set, p.sum, n0 + c, y);
+        if (kSummed && chain.sum[product] >= 0)
+          chain.exchange.store(set, chain.sum[product], n0 + c, y);
         else
           p.y[n0 + c] = y;
       }
     }
-    if (kSummed && product == chain.count - 1 && p.sum >= 0) store_sum(p);
+    if (kSummed && product == chain.count - 1 && chain.sum[product] >= 0) store_sum(product);
     __syncwarp();
     if (lane == 0) {
       if (product < chain.count - 1)
@@ -363,9 +367,10 @@ template <typename T, bool kRouted, bool kSummed> cudaError_t run(const ChainPar
     Product<T>& p = chain.products[i];
     p = {(const T*)c.x, (const uint8_t*)c.codes, (const uint8_t*)c.scale, (const float*)c.global_scale, (const T*)c.bias, (const T*)c.residual,
          (const T*)c.norm_weight, (T*)c.y, c.K, columns, parts, c.act, then.second, then.third, c.eps, c.norm_offset};
-    p.sum = kSummed && call.summed[i] ? sums_of_ranks++ : -1;
+    chain.sum[i] = kSummed && call.summed[i] ? sums_of_ranks++ : -1;
+    if (chain.sum[i] >= 0) chain.sum_residual[i] = p.residual, p.residual = nullptr;
     // The whole row of an earlier sum is read as the residual: a product whose end all blocks wait for by a counter has to stand in between.
-    if (p.sum >= 0 && (call.finish[i] == kGlu || c.act || columns > kExchangeRow || (i && chain.products[i - 1].sum >= 0))) return cudaErrorInvalidValue;
+    if (chain.sum[i] >= 0 && (call.finish[i] == kGlu || c.act || columns > kExchangeRow || (i && chain.sum[i - 1] >= 0))) return cudaErrorInvalidValue;
     p.log_width = parts == 2 ? 1 : 2, p.all = divided(columns, R / parts), p.groups = divided(p.all, blocks), p.segments = divided(c.K, kSegment);
     p.log_k_groups = stages ? c.tile[1] : 1;
     while (1 << p.log_k_groups > p.segments) --p.log_k_groups;
