@@ -100,6 +100,13 @@ __device__ __forceinline__ uint32_t load_8(const void* p) {
   return v;
 }
 
+// The 16 bytes at p, likewise.
+__device__ __forceinline__ uint4 load_128(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+
 // Adds one and returns what was there. What the block's threads wrote before a barrier ahead of it is seen by the block that adds later, behind a barrier there.
 __device__ __forceinline__ int count_arrival(int* counter) {
   int before;

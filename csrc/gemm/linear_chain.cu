@@ -192,7 +192,7 @@ template <typename T, bool kRouted, bool kSummed> __device__ __forceinline__ voi
     if (groups <= 0 && !routed) continue;
     // The norm's weights for the thread's first part of x come while the blocks wait for each other.
     uint4 norm_weight = {};
-    if (p.norm_weight && threadIdx.x * 8 < K) norm_weight = load_read_only(p.norm_weight + threadIdx.x * 8);
+    if (p.norm_weight && threadIdx.x * 8 < K) norm_weight = load_128(p.norm_weight + threadIdx.x * 8);
     if (!FP4_FAULT(SKIP_BARRIER_BEFORE_X)) __syncthreads();
     uint4 raw[kBatch];  // a thread's part of x, by loads that pass over L1, where lines of the y that is x may be old
 #pragma unroll

@@ -23,6 +23,7 @@ inline void griddepcontrol_wait() { emulated::griddepcontrol_wait(); }
 inline void griddepcontrol_launch_dependents() { emulated::griddepcontrol_launch_dependents(); }
 inline void prefetch_l2(const void* p) { emulated::check(p, 1, false); }
 inline float load_float(const float* p) { return *p; }
+inline uint4 load_128(const void* p) { return *(const uint4*)p; }
 inline uint32_t load_16(const void* p) { return *(const uint16_t*)p; }
 inline uint32_t load_8(const void* p) { return *(const uint8_t*)p; }
 inline int count_arrival(int* counter) { return emulated::count_arrival(counter); }
