@@ -27,7 +27,7 @@ def _why_never(device: torch.device, group: Any) -> str:
 def join(group: Any, device: torch.device) -> str:
     """Make the memory of ``group``, if it has none; every rank has to call it. Returns why there is none; empty: there is."""
     name = name_of(group)
-    if _exchange.has(name):
+    if _exchange.has(name) and len(_exchange.of(name).addresses) == torch.distributed.get_world_size(group):
         return ""
     reason = _why_never(device, group)
     if not reason:
