@@ -156,10 +156,12 @@ def main() -> None:
         if device.type == "cuda" and (reason := join(dist.group.WORLD, device)):
             raise SystemExit(reason)
     rows: list[dict] = []
+    facts = machine()
     for name, shape in (SMOKE if args.smoke else SHAPES).items():
         torch.manual_seed(0)
-        count = 2 if args.smoke else min(10, max(3, (800 << 20) // bytes_of(layer(shape, device))))
-        layers = [layer(shape, device) for _ in range(count)]
+        layers = [layer(shape, device)]
+        count = 2 if args.smoke else min(10, max(3, (800 << 20) // bytes_of(layers[0])))
+        layers += [layer(shape, device) for _ in range(count - 1)]
         xs = [torch.randn(1, shape.attended, device=device).to(BF16) for _ in range(count)]
         arrivals = torch.zeros(COUNTERS + 1, dtype=torch.int32, device=device)
         one = 0.0
@@ -174,10 +176,10 @@ def main() -> None:
 
             error = error_of(call(given[0], held[0], arrivals, named), xs[0], layers[0], arrivals, rank, here)
             us = us_of(calls, count, device)
-            floor = bytes_of(held[0]) / next((rate for gpu, rate in BANDWIDTH.items() if gpu in machine()["gpu"]), 1e6)
+            floor = bytes_of(held[0]) / next((rate for gpu, rate in BANDWIDTH.items() if gpu in facts["gpu"]), 1e6)
             one = us if here == 1 else one
             row = dict(shape=name, ranks=here, us=f"{us:.2f}", floor_us=f"{floor:.2f}", floor_ratio=f"{us / floor:.2f}")
-            rows.append(machine() | row | dict(of_one=f"{one / us:.3f}" if us else "", error=f"{error:.1e}"))
+            rows.append(facts | row | dict(of_one=f"{one / us:.3f}" if us else "", error=f"{error:.1e}"))
             if rank == 0:
                 print(rows[-1], flush=True)
         del layers, held

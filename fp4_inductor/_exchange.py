@@ -32,7 +32,7 @@ _listeners: list[Callable[[int, Exchange], None]] = []
 
 
 def size(ranks: int) -> int:
-    """Bytes of each rank: ``exchange_bytes()`` of the source."""
+    """Bytes of each rank's memory."""
     return BLOCKS * 4 + SETS * SUMS * ranks * ROW * 2
 
 

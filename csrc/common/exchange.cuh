@@ -14,16 +14,13 @@ namespace fp4 {
 constexpr int kMostRanks = 8, kExchangeSums = 2, kExchangeRow = 16384, kExchangeSets = 3;  // sums of a launch; the most elements of a row
 constexpr int kExchangeBlocks = 256;                                                       // the most blocks of a launch
 
-// Bytes of memory of each rank, zeros ahead of the first launch.
-constexpr int64_t exchange_bytes(int ranks) { return kExchangeBlocks * 4 + (int64_t)kExchangeSets * kExchangeSums * ranks * kExchangeRow * 2; }
-
 // Is no half of these words 0?
 __device__ __forceinline__ bool all_there(const uint4& v) {
   auto missing = [](uint32_t w) { return (w - 0x00010001u) & ~w; };
   return !((missing(v.x) | missing(v.y) | missing(v.z) | missing(v.w)) & 0x80008000u);
 }
 
-// T has two bytes. A rank's memory: of each block the number of the set that its next launch uses, then the sets.
+// T has two bytes. A rank's memory, zeros ahead of the first launch: of each block the number of the set that its next launch uses, then the sets.
 template <typename T> struct Exchange {
   uint8_t* memory[kMostRanks];  // of each rank, as this one reaches it
   int ranks, mine;

@@ -12,6 +12,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from .. import _exchange
+
 _Fields = Sequence[tuple[str, Any]]
 FLOATS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # dtypes as ``dtype`` and ``sinks_type`` have them
 
@@ -65,7 +67,7 @@ class ChainParams(Struct):
         *_fields(ctypes.c_void_p, "arrivals"),
         *_fields(ctypes.c_int64, "arrivals_count"),
         *_fields(ctypes.c_void_p, "router scores"),
-        *_fields(ctypes.c_void_p * 8, "memory"),
+        *_fields(ctypes.c_void_p * _exchange.MOST_RANKS, "memory"),
         *_fields(ctypes.c_int, "count"),
         *_fields(ctypes.c_int * 4, "finish"),
         *_fields(ctypes.c_int, "routed experts top_k units form rounded"),

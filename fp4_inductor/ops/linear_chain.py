@@ -42,6 +42,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._exchange import SUMS
 from .._torch.collectives import all_reduce
 from ..errors import ConfigError, DTypeError, ShapeError
 from ..formats import nvfp4
@@ -55,7 +56,6 @@ MOST, LEAST = 4, 2  # products
 # What a launch takes of experts (csrc/gemm/routing.cuh): all, those of a row, rows of the router for each multiprocessor, numbers between their products.
 MOST_EXPERTS, MOST_CHOSEN, ROUTER_ROWS, MOST_INNER = 512, 32, 4, 16384
 COUNTERS = 4  # the least length of ``arrivals``, without experts
-MOST_SUMS = 2  # over the ranks of a group (csrc/common/exchange.cuh)
 
 
 class Routing(NamedTuple):
@@ -209,12 +209,12 @@ def check(c: ChainCall) -> None:
 
 def _check_sums(c: ChainCall) -> None:
     sums = list(c.summed)
-    fits = bool(sums) == bool(c.group) and len(sums) <= MOST_SUMS and sums == sorted({*sums} & {*range(len(c.qdata))})
+    fits = bool(sums) == bool(c.group) and len(sums) <= SUMS and sums == sorted({*sums} & {*range(len(c.qdata))})
     if not fits or any(c.glu[i] or c.act[i] for i in sums) or any(b - a == 1 for a, b in itertools.pairwise(sums)):
         raise ConfigError(
             "fp4.linear_chain: products summed over ranks",
             value=f"summed {sums}, group {c.group!r}, glu {list(c.glu)}, act {list(c.act)}",
-            limit=f"a group and the numbers of at most {MOST_SUMS} products, rising, no neighbours, without activation; or neither",
+            limit=f"a group and the numbers of at most {SUMS} products, rising, no neighbours, without activation; or neither",
             remedy="Call the ops of the single products, and all_reduce behind them.",
         )
 
@@ -258,18 +258,19 @@ def _by(compute: Callable[[OpContract], Callable], reduce: Callable[[Tensor, str
                 continue
             if i and products[i - 1].routing is not None:
                 before = results[-2] if i > 1 else c.x
-                mixed = experts(before, products[i - 1], p, c.prefill)
-                mixed = reduce(mixed, c.group) if p.summed else mixed
-                results.append(mixed if residual is None else mixed + residual)
+                results.append(finished(experts(before, products[i - 1], p, c.prefill), p, residual, c.group))
                 continue
             rows = [0, *p.starts] if p.global_scale.dim() else None
             if p.summed:
                 alone = p._replace(residual=None, added=-1)
-                part = reduce(compute(CONTRACTS[alone.op])(*alone.arguments(x, None, rows, c.prefill)), c.group)
-                results.append(part if residual is None else part + residual)
+                results.append(finished(compute(CONTRACTS[alone.op])(*alone.arguments(x, None, rows, c.prefill)), p, residual, c.group))
                 continue
             results.append(compute(CONTRACTS[p.op])(*p.arguments(x, residual, rows, c.prefill)))
         return (*results, *(c.x.new_empty(0) for _ in range(MOST - len(results))))
+
+    def finished(y: Tensor, p: Product, residual: Tensor | None, group: str) -> Tensor:
+        y = reduce(y, group) if p.summed else y
+        return y if residual is None else y + residual
 
     def experts(x: Tensor, gate_up: Product, down: Product, prefill: str) -> Tensor:
         hidden = x.reshape(-1, x.shape[-1])

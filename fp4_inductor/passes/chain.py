@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from .. import _engines
+from .. import _engines, _exchange
 from .._torch.fx import in_one_mutation_region, module_path
 from ..config import dispatch_config
 from ..formats.packing import MAX_SCALES
@@ -32,7 +32,7 @@ from ..kernels import registry, select
 from ..kernels.kernel import Span
 from ..kernels.select import Plan
 from ..ops import linear, linear_chain, linear_epilogue, linear_glu, linear_siblings, norm_linear
-from ..ops.linear_chain import COUNTERS, LEAST, MOST, MOST_SUMS, ChainCall, Product
+from ..ops.linear_chain import COUNTERS, LEAST, MOST, ChainCall, Product
 from ..ops.linear_epilogue import EpilogueCall
 from . import rank_sums, views
 from .counters import matched
@@ -249,7 +249,7 @@ def _why_not_behind(run: list[_Linear], p: _Linear, place: dict[Node, int]) -> s
     if p.prefill != run[0].prefill:
         return f'one product has prefill="{run[0].prefill}", another "{p.prefill}"'
     groups = {q.group for q in (*run, p) if q.group}
-    if p.group and (len(groups) > 1 or run[-1].group or sum(bool(q.group) for q in run) == MOST_SUMS):
+    if p.group and (len(groups) > 1 or run[-1].group or sum(bool(q.group) for q in run) == _exchange.SUMS):
         return "a launch sums two products over the ranks of one group, and not two neighbours"
     if not in_one_mutation_region([run[0].node, p.node]):
         return "something is written between two products"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import re
 
 import pytest
 import torch
 from torch import Tensor
 
 from fp4_inductor import _exchange
+from fp4_inductor._sources import csrc_dir
 from lowering_tests.kernels import emulator
 from lowering_tests.kernels.emulator import EmulatorError, emulated
 from lowering_tests.kernels.test_emulated_chain import CHAIN, GLU, POINTWISE, Product, layer, run
@@ -134,3 +136,10 @@ def test_what_is_refused():
         memory.rows(0)[0, :, 1, :64] = 1.0
         with pytest.raises(EmulatorError, match="status 1$"):
             launch(x, products, memory, summed, options=given)
+
+
+def test_sizes_are_those_of_the_source():
+    source = (csrc_dir() / "common" / "exchange.cuh").read_text()
+    names = ("kMostRanks", "kExchangeSums", "kExchangeRow", "kExchangeSets", "kExchangeBlocks")
+    found = tuple(int(re.search(rf"{name} = (\d+)", source)[1]) for name in names)
+    assert found == (_exchange.MOST_RANKS, _exchange.SUMS, _exchange.ROW, _exchange.SETS, _exchange.BLOCKS)

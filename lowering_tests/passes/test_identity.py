@@ -21,7 +21,7 @@ ROOT = Path(fp4_inductor.__file__).resolve().parent.parent
 SCRIPT = """
 import json, sys
 import torch, fp4_inductor
-from fp4_inductor import _exchange, config
+from fp4_inductor import config
 from torch._dynamo.utils import counters
 
 class Model(torch.nn.Module):
