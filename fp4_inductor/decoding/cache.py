@@ -200,7 +200,7 @@ class KVCache(Cache):
         if not _SERVED & set(types):
             raise ConfigError("KVCache: it serves no layer of this model", value=sorted(set(types)), limit=sorted(_SERVED), remedy=_STATIC)
         device, dtype = _place(model)
-        heads, width = _sizes(config)
+        heads, width = sizes_of(config)
         heads = heads_here(model, heads)
         if self.format is not None:
             formats.check_width(width)
@@ -393,7 +393,7 @@ def _select_attention(model: PreTrainedModel, config: Any) -> list[str]:
     return [] if before == NAME else [f'attention: "{NAME}" in the place of "{before}"']
 
 
-def _sizes(config: Any) -> tuple[int, int]:
+def sizes_of(config: Any) -> tuple[int, int]:
     """Heads of K and V, and their width."""
     heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads

@@ -6,6 +6,7 @@ Source: transformers.cache_utils (5.17 to 5.23).
 from __future__ import annotations
 
 import gc
+import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,6 +19,10 @@ from ..errors import CacheInUseError, ConfigError, DeviceError, FP4Error, ShapeE
 from .options import Lookup
 
 _LEAST = 256
+_UNASKED = (
+    1 / 128
+)  # of a GPU's memory, for a cache that is longer than a call needs: a longer one is made for the next call that needs it, with graphs of its own
+_MOST_UNASKED = 8192
 _ROLLBACK = 128  # tokens that a window of a KVCache made here can take back: fewer drafts than that need no other cache
 HOLDER = "_fp4_loop"
 
@@ -51,10 +56,26 @@ def holder_of(thing: Any) -> Holder:
     return held
 
 
-def rounded(length: int, most: int | None) -> int:
-    """A power of two for ``length`` tokens, at least 256, but not above ``most`` if that is enough: few lengths are few graphs."""
-    size = max(_LEAST, 1 << (length - 1).bit_length())
+def rounded(length: int, most: int | None, least: int = _LEAST) -> int:
+    """A power of two for ``length`` tokens, at least ``least``, but not above ``most`` if that is enough: few lengths are few graphs."""
+    size = max(least, 1 << (length - 1).bit_length())
     return max(length, min(size, most)) if most is not None else size
+
+
+def least_length(model: Any, batch: int) -> int:
+    """The least length of a KVCache for ``model``, a power of two: what little memory of a GPU holds. A step takes no longer over what is empty.
+
+    Raises:
+        FP4Error: a KVCache does not know the sizes of this model.
+    """
+    from ..decoding.cache import sizes_of
+
+    if model.device.type != "cuda":
+        return _LEAST
+    config = model.config.get_text_config(decoder=True)
+    token = 2 * config.num_hidden_layers * batch * math.prod(sizes_of(config)) * model.dtype.itemsize
+    affordable = int(torch.cuda.get_device_properties(model.device).total_memory * _UNASKED) // token
+    return max(_LEAST, min(_MOST_UNASKED, 1 << affordable.bit_length() >> 1))
 
 
 def claim_own_cache(model: Any, length: int, batch: int, lookup: Lookup | None = None) -> Any:
@@ -71,7 +92,8 @@ def claim_own_cache(model: Any, length: int, batch: int, lookup: Lookup | None =
         return cache
     if cache is not None:
         most = holds(cache)
-        fits = most is None or length <= most <= 4 * rounded(length, None)  # attention over a cache that is far too long takes longer
+        least = least_length(model, batch) if is_ours(cache) else _LEAST
+        fits = most is None or length <= most <= 4 * rounded(length, None, least)  # a cache that is far too long takes memory, a StaticCache time
         if lookup is not None:
             fits = fits and is_ours(cache) and takes_back(cache) >= lookup.tokens
         elif is_ours(cache):  # it may be that of a prompt lookup, which takes no other
@@ -100,16 +122,16 @@ def make_cache(model: Any, length: int, batch: int, lookup: Lookup | None = None
     from ..decoding.cache import KVCache
 
     config, held = model.config.get_text_config(decoder=True), holder_of(model)
-    length = rounded(length, getattr(config, "max_position_embeddings", None))
+    most = getattr(config, "max_position_embeddings", None)
     if lookup is not None:
-        return KVCache(model, length, batch, rollback=max(_ROLLBACK, lookup.tokens))
+        return KVCache(model, rounded(length, most, least_length(model, batch)), batch, rollback=max(_ROLLBACK, lookup.tokens))
     held.why_static = why_no_kv_cache(model)
     if not held.why_static:
         try:
-            return KVCache(model, length, batch, rollback=_ROLLBACK)
+            return KVCache(model, rounded(length, most, least_length(model, batch)), batch, rollback=_ROLLBACK)
         except FP4Error as error:
             held.why_static = str(error)
-    cache = StaticCache(config=config, max_cache_len=length)
+    cache = StaticCache(config=config, max_cache_len=rounded(length, most))
     shape = model._get_static_cache_init_shape()
     if shape is not None and getattr(config, "global_head_dim", None) is None:  # else its first update does it, with the shapes that come
         cache.early_initialization(batch_size=batch, num_heads=shape[0], head_dim=shape[1], dtype=model.dtype, device=model.device)

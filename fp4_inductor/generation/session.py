@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .._replay import Host, Runner, device_for
 from .._torch.compiling import Compiled
+from .._torch.static import may_vary
 from ..decoding import regions
 from ..errors import FP4Error, NonFiniteError, ShapeError
 from . import caches
@@ -178,6 +179,9 @@ class Session:
             # Tensors that a compiled function allocates have no address that a later graph may rely on.
             record.notes.append("the prompt is not compiled: the cache was empty of tensors")
             return self._prompt_plain(**inputs)
+        for given in inputs.values():
+            if isinstance(given, Tensor) and given.dim() == 2:  # [B, tokens]: the next prompt has another length
+                may_vary(given, 1)
         with caches.starting(self.cache, past):
             return self._prompt(**inputs)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import types
+
 import pytest
 import torch
 from transformers import StaticCache
@@ -38,6 +41,48 @@ def test_it_is_a_kv_cache():
     first = held(model)
     fp4_inductor.generate(model, IDS[:1], **GREEDY, **drafting(3))
     assert held(model) is first
+
+
+GIB = 1 << 30
+SIZES = [(36, 8, 1, 80, 4096), (36, 8, 8, 80, 512), (36, 8, 1, 24, 1024), (2, 2, 1, 80, 8192), (80, 64, 64, 24, 256)]
+
+
+@pytest.mark.parametrize(("layers", "heads", "batch", "memory", "tokens"), SIZES)
+def test_how_long_it_is_at_least(layers, heads, batch, memory, tokens, monkeypatch):
+    """On a GPU what a 128th of its memory holds, so that later calls with longer texts need no other graphs; on a CPU 256 tokens."""
+    config = types.SimpleNamespace(num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=heads, head_dim=128)
+    model = types.SimpleNamespace(config=types.SimpleNamespace(get_text_config=lambda decoder: config), dtype=torch.bfloat16, device=torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(total_memory=memory * GIB))
+    assert caches.least_length(model, batch) == tokens
+    assert tokens == 256 or 2 * layers * heads * 128 * 2 * batch * tokens <= memory * GIB / 128
+    model.device = torch.device("cpu")
+    assert caches.least_length(model, batch) == 256
+
+
+def test_it_is_as_long_as_the_least_and_kept_for_shorter_texts(monkeypatch):
+    monkeypatch.setattr(caches, "least_length", lambda model, batch: 2048)
+    model = build("qwen3")
+    fp4_inductor.generate(model, IDS, **GREEDY)
+    first = held(model)
+    assert first.max_length == min(2048, model.config.max_position_embeddings)
+    fp4_inductor.generate(model, IDS[:, :2], **GREEDY)
+    assert held(model) is first
+
+
+def test_prompts_of_all_lengths_are_one_graph(monkeypatch):
+    model = build("qwen3")
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    for tokens in (9, 5, 7):
+        wanted = model.generate(IDS[:, :tokens], **GREEDY)
+        before = len(graphs)
+        assert torch.equal(fp4_inductor.generate(model, IDS[:, :tokens], compiled=True, **GREEDY), wanted)
+        assert len(graphs) == before or tokens == 9, "another prompt is compiled again"
 
 
 def test_of_a_quantized_model_there_is_nothing_to_tell():
