@@ -12,7 +12,7 @@ import time
 
 import torch
 from _shared import load_model, quiet
-from transformers import StaticCache, TextStreamer
+from transformers import TextStreamer
 
 import fp4_inductor
 
@@ -29,7 +29,7 @@ def main(args: argparse.Namespace) -> int:
     model, tokenizer = load_model(args.model, args.device)
     fp4_inductor.quantize_model(model, progress=False)
     chat = bool(getattr(tokenizer, "chat_template", None))
-    cache = StaticCache(config=model.config, max_cache_len=args.length)
+    cache = fp4_inductor.KVCache(model, args.length)
     text: list[int] = []
     history: list[dict] = []
     for line in sys.stdin:
