@@ -104,9 +104,9 @@ def _why_not_divided(graph: Graph, y: Node, total: AddNorm | None, norm: RMSNorm
 
 
 def _why_not_taken_out(total: AddNorm, readers: list[_Reader], others: list[str]) -> str:
-    """Why a sum stays a part of its norm; empty: its layer's kernel can add, and ``readers`` can compute the norm."""
+    """Why a sum stays a part of its norm; empty: its layer's kernel, or a launch that sums over ranks, can add, and ``readers`` can compute the norm."""
     reason = _why_not_others(others) or _why_not_rows(readers)
-    if not reason and not any(below_views(node).target in epilogue.LINEARS for node in (total.x, total.residual)):
+    if not reason and not any(below_views(node).target in epilogue.LINEARS or rank_sums.in_a_launch(node) for node in (total.x, total.residual)):
         return BY_INDUCTOR
     return reason
 

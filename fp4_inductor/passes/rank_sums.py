@@ -1,4 +1,8 @@
-"""Sums over the ranks of a divided model: ``residual + wait_tensor(all_reduce(part))``, and whether a launch of products computes them (:mod:`.chain`)."""
+"""Sums over the ranks of a divided model, and whether a launch of products computes them (:mod:`.chain`). They have two spellings:
+
+residual + wait_tensor(all_reduce(part, "sum", group))      torch's functional collectives
+residual + sum(part, group)                                 one operator of another library (:mod:`.operators`), vLLM's for example
+"""
 
 from __future__ import annotations
 
@@ -10,13 +14,15 @@ from torch.fx import Node
 from .. import _exchange
 from .._torch.collectives import functional_calls
 from . import views
-from .layout import below_views, is_call, value
+from .layout import below_views, is_call, rows_of, value
+from .operators import SUMS, name_of
 
 aten = torch.ops.aten
 
 
 class RankSum(NamedTuple):
-    """``path``: from the first node behind the part to the sum, which the last one gives. ``residual``: what it adds to that of the parts."""
+    """``path``: from the first node behind the part to the sum, which the last one gives. ``residual``: what it adds to that of the parts. ``group``: torch's
+    name of it."""
 
     path: tuple[Node, ...]
     residual: Node | None
@@ -29,21 +35,21 @@ class RankSum(NamedTuple):
 
 def read(part: Node) -> RankSum | None:
     """The sum over ranks that alone reads ``part``, and what is added to it, if that is as wide; None: there is none."""
-    reduce, wait = functional_calls()
     path = _along(part, views.RESHAPES)
-    sums = _along(path[-1], {reduce})[1:2]
-    waits = _along(sums[0], {wait})[1:] if sums else []
-    if not waits or sums[0].args[1] != "sum":
+    behind = _reader(path[-1])
+    if is_call(behind, functional_calls()[0]):
+        behind = _reader(behind)  # type: ignore[arg-type]
+    called = _call(behind)
+    if called is None:
         return None
-    path = [*path[1:], *sums, *waits]
-    group: Any = sums[0].args[2]
+    path = [*path[1:], *called.nodes]
     shaped = _along(path[-1], views.RESHAPES)
-    added = _along(shaped[-1], {aten.add.Tensor})[1:2]
-    if added and not added[0].kwargs:
-        other = next((node for node in added[0].args if node is not shaped[-1]), None)
-        if isinstance(other, Node) and all(_alike(node, added[0]) for node in (other, shaped[-1])):
-            return RankSum((*path, *shaped[1:], added[0]), other, group)
-    return RankSum(tuple(path), None, group)
+    added = _reader(shaped[-1])
+    if is_call(added, aten.add.Tensor) and not added.kwargs:  # type: ignore[union-attr]
+        other = next((node for node in added.args if node is not shaped[-1]), None)  # type: ignore[union-attr]
+        if isinstance(other, Node) and all(_alike(node, added) for node in (other, shaped[-1])):  # type: ignore[arg-type]
+            return RankSum((*path, *shaped[1:], added), other, called.group)  # type: ignore[arg-type]
+    return RankSum(tuple(path), None, called.group)
 
 
 def why_not(sum: RankSum) -> str:
@@ -53,22 +59,52 @@ def why_not(sum: RankSum) -> str:
 
 
 def in_a_launch(x: Node) -> bool:
-    """Is ``x`` a sum over ranks, or one and a residual, that a launch can compute?"""
-    reduce, wait = functional_calls()
+    """Is ``x`` a sum over ranks, or one and a residual, that a launch can compute? It takes one row."""
+    rows = rows_of(x)
+    if type(rows) is not int or rows != 1:
+        return False
     for operand in x.args if is_call(x, aten.add.Tensor) else (x,):
-        node = below_views(operand) if isinstance(operand, Node) else operand
-        if is_call(node, wait) and is_call(node.args[0], reduce) and not _exchange.why_not(node.args[0].args[2]):  # type: ignore[union-attr,arg-type]
-            return value(x).shape[-1] <= _exchange.ROW
+        called = _call(below_views(operand)) if isinstance(operand, Node) else None
+        found = None if called is None else read(called.part)
+        if found is not None and found.result in (x, below_views(x)):
+            return not why_not(found)
     return False
+
+
+class _Call(NamedTuple):
+    """``nodes``: the operators that sum ``part``."""
+
+    nodes: tuple[Node, ...]
+    part: Node
+    group: str
+
+
+def _call(node: Any) -> _Call | None:
+    """``node`` as a sum over ranks alone."""
+    reduce, wait = functional_calls()
+    if is_call(node, wait) and is_call(node.args[0], reduce):
+        part, kind, group = node.args[0].args
+        return _Call((node.args[0], node), part, group) if kind == "sum" else None
+    named = SUMS.get(name_of(node.target)) if isinstance(node, Node) else None
+    if named is None or len(node.args) != 2 or node.kwargs:
+        return None
+    part, name = node.args
+    group = named(name)
+    return _Call((node,), part, group) if group else None
 
 
 def _alike(a: Node, b: Node) -> bool:
     return value(a).shape == value(b).shape and value(a).dtype == value(b).dtype
 
 
+def _reader(node: Node) -> Node | None:
+    """What alone reads ``node``."""
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
 def _along(node: Node, targets: set[Any]) -> list[Node]:
     """``node``, and those of ``targets`` behind it, as long as nothing else reads the one before."""
     path = [node]
-    while len(path[-1].users) == 1 and next(iter(path[-1].users)).target in targets:
-        path.append(next(iter(path[-1].users)))
+    while (reader := _reader(path[-1])) is not None and reader.target in targets:
+        path.append(reader)
     return path

@@ -19,13 +19,22 @@ from fp4_inductor import KVCache, NVFP4Config, _engines, _exchange, dispatch
 from fp4_inductor._torch.collectives import all_reduce
 from fp4_inductor.explain import Explanation
 from fp4_inductor.ops.linear_chain import COUNTERS
-from fp4_inductor.passes import chain, missed
+from fp4_inductor.passes import chain, missed, operators
 from fp4_inductor.passes.missed import UNCHAINED, listen
 from lowering_tests import norm_kernels
 from lowering_tests.models.conftest import BASE, build
 
 BF16, fp4 = torch.bfloat16, torch.ops.fp4
 K, HEADS, LENGTH, EPS = 64, 4, 16, 1e-5
+
+
+@torch.library.custom_op("fp4_tests::total", mutates_args=())
+def total(part: torch.Tensor, group: str) -> torch.Tensor:
+    """As a library names a sum over the ranks of a group; over one rank."""
+    return part.clone()
+
+
+total.register_fake(lambda part, group: torch.empty_like(part))
 
 
 @pytest.fixture
@@ -400,14 +409,14 @@ def group(tmp_path, monkeypatch):
     dist.destroy_process_group()
 
 
-def divided(group, lead=(1, 1)):
+def divided(group, lead=(1, 1), total=all_reduce):
     """A layer's products behind its attention, o and down summed over ``group``; a sum of rows as experts give it has another ``lead``."""
 
     def step(x, arrivals, o, norm, gate_up, down, second_norm, qkv):
         arrivals = arrivals + 0
-        h = x + all_reduce(fp4.linear(attended(x, arrivals), *o), group)
+        h = x + total(fp4.linear(attended(x, arrivals), *o), group)
         gate, up = fp4.linear(normalized(h, norm), *gate_up).chunk(2, -1)
-        h = all_reduce(fp4.linear((F.silu(gate) * up).reshape(*lead, -1), *down), group).reshape(h.shape) + h
+        h = total(fp4.linear((F.silu(gate) * up).reshape(*lead, -1), *down), group).reshape(h.shape) + h
         return h, fp4.linear(normalized(h, second_norm), *qkv)
 
     return step
@@ -424,6 +433,20 @@ def test_sums_over_ranks_are_inside(chained, group, lead):
     c, left = chained(step, *parts)
     assert (called(c.graph), left) == (["cached_attention", "linear_chain"], []) and "all_reduce" not in c.graph
     assert "added=[-1, -1, 0, -1]" in c.graph and f"summed=[0, 2], group={group.group_name}" in c.graph
+    for got, want in zip(c.result, step(*parts), strict=True):
+        assert float((got.double() - want.double()).norm() / want.double().norm()) < 1e-2
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_sums_by_one_operator_of_another_library(chained, group, monkeypatch, known):
+    """It has a name of its own for the group; a group of which torch has none stays that library's."""
+    _exchange.add(group.group_name, _exchange.Exchange((0,), 0, None))
+    monkeypatch.setitem(operators.SUMS, "fp4_tests::total", {"tp:0": group.group_name if known else ""}.get)
+    step, parts = divided("tp:0", total=torch.ops.fp4_tests.total), divided_parts()
+    c, left = chained(step, *parts)
+    assert left == []
+    assert (c.graph.count("fp4_tests.total"), called(c.graph).count("linear_chain")) == ((0, 1) if known else (2, 1))
+    assert (f"summed=[0, 2], group={group.group_name}" in c.graph) == known
     for got, want in zip(c.result, step(*parts), strict=True):
         assert float((got.double() - want.double()).norm() / want.double().norm()) < 1e-2
 
