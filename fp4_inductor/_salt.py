@@ -7,7 +7,7 @@ import functools
 import hashlib
 from pathlib import Path
 
-from . import _engines
+from . import _engines, _exchange
 from ._sources import csrc_dir
 from .config import dispatch_config
 from .errors import KernelError
@@ -23,16 +23,23 @@ def cache_salt() -> str:
     """What a compiled graph of this package depends on beyond its own code and inputs, for the key of a cache that stores such graphs.
 
     It is another string if a byte of this package's sources changes, the :class:`fp4_inductor.DispatchConfig` in force (that of
-    :func:`fp4_inductor.set_dispatch` and of the :class:`fp4_inductor.dispatch` blocks around the caller), or the range of
-    :func:`fp4_inductor.compile_range` or of a provider. It is the same in each process that has these alike. Torch's own caches need no help:
-    their keys have it. A cache above them does, if it stores graphs that are not lowered again when it hits (vLLM's is one).
+    :func:`fp4_inductor.set_dispatch` and of the :class:`fp4_inductor.dispatch` blocks around the caller), the range of
+    :func:`fp4_inductor.compile_range` or of a provider, or which groups of ranks share memory. It is the same in each process that has these
+    alike. Torch's own caches need no help: their keys have it. A cache above them does, if it stores graphs that are not lowered again when it hits (vLLM's
+    is one).
 
     Returns:
         ASCII without spaces, at most 120 characters.
     """
     given = range_in_force()
     ranges = "" if given is None else f":{given.low}-{'' if given.high is None else given.high}"
-    return f"{salt()}{ranges}{':engine' if _engines.compiles() else ''}"
+    return f"{salt()}{ranges}{':engine' if _engines.compiles() else ''}{_groups()}"
+
+
+def _groups() -> str:
+    """Groups of ranks over which a launch may sum: a graph that does is none for a process that lacks their memory."""
+    numbers = _exchange.numbers()
+    return f":{hashlib.sha256(repr(numbers).encode()).hexdigest()[:12]}" if numbers else ""
 
 
 def salt() -> str:

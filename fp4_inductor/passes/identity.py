@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from .. import _exchange, config
+from .. import config
 from .._salt import PREFIX, cache_salt, salt, sources, sources_digest
 from .._torch import cache, guards
 from .._torch.fx_tables import before_autograd
@@ -42,8 +42,5 @@ def refresh() -> None:
 
 
 def key() -> str:
-    """:func:`cache_salt`; whether guards are checked in the graph that is being compiled: where they are not, none chooses a kernel; and the groups of ranks
-    that share memory, over which a launch sums."""
-    unchecked = "" if guards.are_checked() else ", guards unchecked"
-    groups = _exchange.numbers()
-    return f"{cache_salt()}{unchecked}{f', ranks {groups}' if groups else ''}"
+    """:func:`cache_salt`; and whether guards are checked in the graph that is being compiled: where they are not, none chooses a kernel."""
+    return f"{cache_salt()}{'' if guards.are_checked() else ', guards unchecked'}"
