@@ -20,7 +20,7 @@ from timing import machine, save
 
 from fp4_inductor import _exchange
 from fp4_inductor.formats import nvfp4
-from fp4_inductor.integrations.pretrained.rank_memory import join
+from fp4_inductor.integrations.rank_memory import join
 from fp4_inductor.kernels import csrc
 from fp4_inductor.kernels.linear_chain import on_csrc
 from fp4_inductor.ops.linear_chain import COUNTERS, ChainCall, Product, Routing, reference

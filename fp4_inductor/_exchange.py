@@ -1,6 +1,6 @@
 """Memory in which the ranks of a group sum partial results inside a launch (``csrc/common/exchange.cuh``).
 
-It is made when a model is divided among ranks (``integrations/pretrained/rank_memory.py``), which says so here. Compiled graphs name a group by a number that
+It is made when a model is divided among ranks (``integrations/rank_memory.py``), which says so here. Compiled graphs name a group by a number that
 its name gives, so that a graph from a compile cache finds the memory of the process that calls it.
 """
 

@@ -45,12 +45,11 @@ def sum_lowered(t: Any, group: str) -> Any:
 
 def shared_zeros(count: int, device: torch.device, group: Any) -> tuple[Tensor, list[int], int]:
     """``count`` bytes of zeros on each rank's device that all ranks of ``group`` can write to: a tensor that keeps them, the address of each rank's as this
-    one reaches it, and the number of this rank. Every rank has to call it."""
+    one reaches it, and the number of this rank. Every rank has to call it, and may write when all have come back."""
     import torch.distributed._symmetric_memory as symmetric
 
     t = symmetric.empty(count, dtype=torch.uint8, device=device)
     handle = symmetric.rendezvous(t, group)
     t.zero_()
     torch.cuda.synchronize(device)
-    torch.distributed.barrier(group, device_ids=[device.index])  # nobody writes to memory that is not zeros yet
     return t, list(handle.buffer_ptrs), handle.rank

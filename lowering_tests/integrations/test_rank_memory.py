@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
 
 from fp4_inductor import _exchange, errors
-from fp4_inductor.integrations.pretrained import rank_memory
+from fp4_inductor.integrations import rank_memory
 
 REASONS = {
     "a CPU": (dict(device=torch.device("cpu")), "compute capability 9.0, the model is on cpu"),
@@ -35,6 +37,7 @@ def test_why_there_is_none(case, monkeypatch):
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: options["peers"])
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: options["ranks"])
     monkeypatch.setattr(torch.distributed, "get_backend", lambda group: options["backend"])
+    monkeypatch.setattr(torch.distributed, "barrier", lambda *args, **kwargs: made.append("all are here"))
     monkeypatch.setattr(rank_memory, "shared_zeros", lambda *args: made.append(args) or (torch.zeros(1), [16, 32], 1))
     if options["local"] is None:
         monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
@@ -49,4 +52,19 @@ def test_why_there_is_none(case, monkeypatch):
             _exchange.of("tp")
         return
     assert _exchange.of("tp").addresses == (16, 32) and made[0][0] == _exchange.size(2)
-    assert rank_memory.join("tp", options["device"]) == "" and len(made) == 1, "once"
+    assert made[1:] == ["all are here"]
+    assert rank_memory.join("tp", options["device"]) == "" and len(made) == 2, "once"
+
+
+def test_ranks_agree(tmp_path):
+    """All of them have memory or none has: one that cannot, or that fails while it is made, tells the others why."""
+    from lowering_tests.integrations.test_parallel import run_ranks
+
+    run_ranks(Path(__file__).with_name("agreeing_ranks.py"), str(tmp_path / "r"))
+    first, second = (json.loads((tmp_path / f"r.{rank}.json").read_text()) for rank in range(2))
+    assert first == second
+    assert first == {
+        "all can": ["", True],
+        "one cannot": ["rank 1: no way to the others", False],
+        "one fails": ["rank 1: torch made no memory that the ranks share (RuntimeError: a container keeps them apart)", False],
+    }

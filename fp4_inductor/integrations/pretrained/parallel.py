@@ -21,7 +21,7 @@ from ...formats import nvfp4
 from ...modules import FP4Experts, FP4Linear
 from ...modules.packed import PackedWeight
 from ...tensors import NVFP4Tensor
-from .rank_memory import join
+from ..rank_memory import join
 
 _ROWS = ("colwise", "colwise_rep", "colwise_gather_output")
 _COLUMNS = ("rowwise", "rowwise_rep", "rowwise_split_input")
