@@ -30,6 +30,12 @@ def functional_calls() -> tuple[Any, Any]:
     return ops.all_reduce.default, ops.wait_tensor.default
 
 
+def sum_of_ranks(t: Tensor, group: str) -> Tensor:
+    """:func:`all_reduce` inside of an operator, of a group by its name: a plain tensor. That of the other one, outside of a graph, has no address."""
+    reduce, wait = functional_calls()
+    return wait(reduce(t, "sum", group))
+
+
 def name_of(group: Any) -> str:
     """By which the operators know ``group``."""
     return group if isinstance(group, str) else group.group_name

@@ -43,7 +43,7 @@ import torch
 from torch import Tensor
 
 from .._exchange import SUMS
-from .._torch.collectives import all_reduce
+from .._torch.collectives import sum_of_ranks
 from ..errors import ConfigError, DTypeError, ShapeError
 from ..formats import nvfp4
 from .activation import Activation, ActivationCode, activation_code
@@ -243,7 +243,7 @@ def _experts(c: ChainCall) -> tuple[int, ...]:
     return routed, down
 
 
-def _by(compute: Callable[[OpContract], Callable], reduce: Callable[[Tensor, str], Tensor] = all_reduce) -> Callable[[ChainCall], tuple[Tensor, ...]]:
+def _by(compute: Callable[[OpContract], Callable], reduce: Callable[[Tensor, str], Tensor] = sum_of_ranks) -> Callable[[ChainCall], tuple[Tensor, ...]]:
     """The chain, product by product, each by what ``compute`` takes of the contract of its op, and summed over ranks by ``reduce``."""
 
     def chain(c: ChainCall) -> tuple[Tensor, ...]:

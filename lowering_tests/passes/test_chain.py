@@ -18,7 +18,7 @@ import fp4_inductor
 from fp4_inductor import KVCache, NVFP4Config, _engines, _exchange, dispatch
 from fp4_inductor._torch.collectives import all_reduce
 from fp4_inductor.explain import Explanation
-from fp4_inductor.ops.linear_chain import COUNTERS
+from fp4_inductor.ops.linear_chain import COUNTERS, ChainCall, Product
 from fp4_inductor.passes import chain, missed, operators
 from fp4_inductor.passes.missed import UNCHAINED, listen
 from lowering_tests import norm_kernels
@@ -449,6 +449,15 @@ def test_sums_by_one_operator_of_another_library(chained, group, monkeypatch, kn
     assert (f"summed=[0, 2], group={group.group_name}" in c.graph) == known
     for got, want in zip(c.result, step(*parts), strict=True):
         assert float((got.double() - want.double()).norm() / want.double().norm()) < 1e-2
+
+
+def test_a_sum_to_which_nothing_is_added(group):
+    """What a compiled graph reads by its address is a plain tensor, also where the op computes its products one by one."""
+    x, arrivals, o, norm, gate_up = divided_parts()[:5]
+    products = [Product(*o[:3]), Product(*gate_up[:3], norm_weight=norm, eps=EPS)]
+    results = fp4.linear_chain(*ChainCall.made(x, [products[0]._replace(summed=True), products[1]], arrivals, group=group.group_name))
+    assert {type(result) for result in results} == {torch.Tensor}
+    assert torch.equal(results[0], fp4.linear(x, *o))
 
 
 def test_sums_of_ranks_that_share_no_memory(chained, group):
