@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fp4_inductor import _exchange
 from fp4_inductor.config import dispatch_config
 from fp4_inductor.kernels import select
 from fp4_inductor.ops import linear_chain
@@ -104,6 +105,42 @@ _LIBRARY.impl("linear_chain", _run_chain, "CPU")
 torch.library.register_fake("fp4_probe::linear_chain", lambda *args: linear_chain.fake(linear_chain.ChainCall.of(*args)), lib=_LIBRARY)
 
 
+_NAMES: dict[int, str] = {}  # of groups, by the number by which a graph knows them
+
+
+@contextmanager
+def divided(monkeypatch: Any, reason: str = "") -> Iterator[None]:
+    """Models are built as on several ranks, of which there is one: vLLM's operator sums behind o and down. ``reason``: why the ranks share no memory."""
+    from vllm.distributed.parallel_state import GroupCoordinator, get_tp_group
+    from vllm.model_executor.layers.linear import RowParallelLinear
+
+    from fp4_inductor.integrations.vllm import ranks
+
+    forward = RowParallelLinear.forward
+
+    def summed(self, x):
+        y, bias = forward(self, x)
+        return torch.ops.vllm.all_reduce(y, group_name=get_tp_group().unique_name), bias
+
+    def join(group, device, cpu_group, apart):
+        name = group.group_name
+        _NAMES[_exchange.number_of(name)] = name
+        if reason:
+            _exchange.refuse(name, reason)
+        else:
+            _exchange.add(name, _exchange.Exchange((0,), 0, None))
+        return reason
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_exchange, "_GROUPS", {})
+        patch.setattr(_exchange, "_REASONS", {})
+        patch.setattr(RowParallelLinear, "forward", summed)
+        patch.setattr(GroupCoordinator, "_all_reduce_out_place", lambda self, part: part.clone())
+        patch.setattr(ranks, "tensor_parallel_group", get_tp_group)
+        patch.setattr(ranks, "join_or_agree", join)
+        yield
+
+
 @contextmanager
 def as_for_a_gpu(monkeypatch: Any) -> Iterator[list[tuple[int, int]]]:
     """Passes rewrite the graph of one token as on sm_90; its products run on this CPU. Norms are one operator, as on a GPU. The runs of chains inside."""
@@ -130,7 +167,7 @@ def as_for_a_gpu(monkeypatch: Any) -> Iterator[list[tuple[int, int]]]:
 
     def called(op, *args):
         if op is torch.ops.fp4_csrc.linear_chain.default:
-            return call_op(torch.ops.fp4_probe.linear_chain.default, *args[:-3])  # without the number of a group, early and the architecture
+            return call_op(torch.ops.fp4_probe.linear_chain.default, *args[:-3], _NAMES.get(args[-3], ""))  # without early and the architecture
         return call_op(op, *args)
 
     CHAINS.clear()

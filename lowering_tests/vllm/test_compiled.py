@@ -112,3 +112,28 @@ def test_a_token_is_one_launch_between_two_attentions(folders, monkeypatch, cach
         want = [llm.ask([prompt], 6)[0] for prompt in PROMPTS]
     for got in answers:
         assert_same(got, want, 0.02)
+
+
+@INSIDE
+@pytest.mark.parametrize("reason", ["", "no way between them"])
+def test_a_token_is_summed_over_ranks_in_the_launch(folders, monkeypatch, caches, reason):
+    """The sums by vLLM's operator behind o and down are inside of a launch where the ranks share memory; else they end it, and it is said why."""
+    folder = folders("llama-modelopt-nvfp4")
+    passes.reset_matches()
+    fp4_inductor.decisions(clear=True)
+    options = PIECEWISE | {"compilation_config": {**PIECEWISE["compilation_config"], "compile_sizes": [1]}}
+    with piecewise.as_for_a_gpu(monkeypatch) as runs, piecewise.divided(monkeypatch, reason):
+        with engine(folder, quantization="fp4_inductor", **options) as llm:
+            got = [llm.ask([prompt], 6)[0] for prompt in PROMPTS]
+            [salt] = llm.llm.llm_engine.vllm_config.additional_config["fp4_inductor"].values()
+        text = fp4_inductor.decisions().text(400)
+        assert salt == fp4_inductor.cache_salt(), "the key of vLLM's cache knows the ranks that share memory"
+    assert (salt == fp4_inductor.cache_salt()) == bool(reason)
+    assert {rows for rows, _ in runs} == {1}
+    assert passes.matches()["linear_chain"] == 2
+    assert ("summed over the ranks in the kernel" in text) == (not reason)
+    if reason:
+        assert f"its result is summed over ranks: {reason}" in text
+    with engine(folder, quantization="fp4_inductor") as llm:
+        want = [llm.ask([prompt], 6)[0] for prompt in PROMPTS]
+    assert_same(got, want, 0.02)

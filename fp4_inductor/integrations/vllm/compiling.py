@@ -24,6 +24,7 @@ from ...kernels import select
 from ...kernels.select import Call, plan
 from ...passes.operators import add_norms
 from ...ranges import add_range_provider
+from . import ranks
 from .engine import ADD_NORM, NORM, CompilationMode, get_current_vllm_config_or_none, leave_untuned, range_of_compilation
 from .settings import KEY, SALT, Settings
 
@@ -34,12 +35,13 @@ _prefetches = False  # weights of that engine to the GPU, during a step
 
 
 def register() -> None:
-    """Let vLLM's range prove M, and its norms be known, and what it promises. May be called again."""
+    """Let vLLM's range prove M, its norms and its sums over ranks be known, and what it promises. May be called again."""
     global _registered
     if not _registered:
         add_range_provider(range_of_graph)
         add_provider(promises)
         add_norms(NORM, ADD_NORM)
+        ranks.register()
         _registered = True
 
 

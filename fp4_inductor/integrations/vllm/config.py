@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from . import compiling, gpt_oss, weights
+from . import compiling, gpt_oss, ranks, weights
 from .engine import (
     CompressedTensorsConfig,
     LinearBase,
@@ -58,7 +58,8 @@ class Common:
         vllm_config = get_current_vllm_config_or_none()
         settings = settings_of(vllm_config)
         compiling.set_fields(settings)
-        compiling.mark_cache(vllm_config)
+        ranks.join(vllm_config)
+        compiling.mark_cache(vllm_config)  # whose salt knows the ranks that share memory
         if vllm_config is not None and current_platform.is_cuda():
             replace_flash_attention(f"{__package__}.attention.Backend")
         load = getattr(vllm_config, "load_config", None)

@@ -60,6 +60,8 @@ _WHERE = {
     "FlashAttentionMetadataBuilder": "vllm.v1.attention.backends.flash_attn",
     "get_attention_context": "vllm.model_executor.layers.attention.attention",
     "register_backend": "vllm.v1.attention.backends.registry",
+    "get_tp_group": "vllm.distributed.parallel_state",
+    "model_parallel_is_initialized": "vllm.distributed.parallel_state",
     "CompilationMode": "vllm.config",
     "get_current_vllm_config_or_none": "vllm.config",
     "current_platform": "vllm.platforms",
@@ -72,6 +74,7 @@ _NOT_IN_0_22 = {"CPURouter": f"{_LAYERS}.fused_moe.router.cpu_router", "_get_pad
 _PASSES = "vllm.compilation.passes.inductor_pass"
 # Operators in the graphs that vLLM compiles for a GPU; it decomposes them behind Inductor's patterns.
 NORM, ADD_NORM = "vllm_ir::rms_norm", "vllm_ir::fused_add_rms_norm"
+ALL_REDUCE = "vllm::all_reduce"  # (tensor, vLLM's name of a group) -> tensor
 _LAST = 1 << 30  # vLLM ends the last range of an encoder at the largest int32: no limit
 
 
@@ -102,6 +105,25 @@ def range_of_compilation() -> tuple[int, int | None] | None:
     except AssertionError:  # that is how vLLM says that there is no context
         return None
     return found.start, found.end if found.end < _LAST else None
+
+
+def tensor_parallel_group() -> Any:
+    """vLLM's GroupCoordinator of the ranks that share this process's layers; None: it has them alone."""
+    group = __getattr__("get_tp_group")() if __getattr__("model_parallel_is_initialized")() else None
+    return group if group is not None and group.world_size > 1 else None
+
+
+def torch_group(name: str) -> str:
+    """torch's name of the process group that vLLM's operators call ``name``; empty: there is none."""
+    groups = importlib.import_module(_WHERE["get_tp_group"])._groups
+    group = groups[name]() if name in groups else None
+    return "" if group is None else group.device_group.group_name
+
+
+def why_apart(group: Any) -> str:
+    """Why GPUs of a GroupCoordinator may not reach each other's memory; empty: vLLM has found that they do, all on one machine."""
+    custom = getattr(group.device_communicator, "ca_comm", None)
+    return "vLLM's custom all-reduce is off, which asks whether GPUs reach each other's memory" if custom is None or custom.disabled else ""
 
 
 def leave_untuned() -> None:
