@@ -47,7 +47,7 @@ SHAPES = {"8b": "qwen3-8b", "30b": "qwen3-30b", "70b": "70b", "tiny": "tiny"}  #
 ROWS = {name: row for name, row in serve.ROWS.items() if row[:2] != ("decode", 1) or row[2] == 512}
 STARTS = re.compile(
     r"(Loading weights took|Model loading took|Dynamo bytecode transform time|Compiling a graph for compile range .* takes|torch\.compile took"
-    r"|profiling/warmup run took|Graph capturing finished in|init engine .* took|compil(?:ing|ed) .* CUDA kernels|compil(?:ing|ed) the binding).*"
+    r"|profiling/warmup run took|Graph capturing finished in|init engine .* took|compil(?:ing|ed) .* CUDA kernels|compil(?:ing|ed) the binding|a step of one token sums over).*"
 )
 
 
