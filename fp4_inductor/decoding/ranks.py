@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
-
-from transformers import PreTrainedModel
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ShapeError
+
+if TYPE_CHECKING:  # Transformers, while it is imported, has this package register with it, which imports this module
+    from transformers import PreTrainedModel
 
 LOCAL_ROWS = "colwise"  # the style whose results stay parts; those of other styles by rows are put together
 

@@ -94,6 +94,7 @@ def test_generate_with_a_static_cache(tiny):
 ORDERS = {
     "before": "import fp4_inductor; from transformers import AutoModelForCausalLM",
     "by its module": "from transformers import AutoModelForCausalLM; from fp4_inductor.integrations import pretrained",
+    "by what it imports": "from fp4_inductor.decoding import ranks; from transformers import AutoModelForCausalLM",
 }
 
 
