@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 
 import torch
@@ -10,6 +9,7 @@ import torch.distributed as dist
 
 from fp4_inductor import _exchange
 from fp4_inductor.integrations import rank_memory
+from lowering_tests import ranks
 
 
 def main(out: str) -> None:
@@ -33,10 +33,8 @@ def main(out: str) -> None:
             reason = rank_memory.join_or_agree(group, torch.device("cpu"), dist.group.WORLD, apart if last else "")
         assert _exchange.why_not(group.group_name) == reason
         found[case] = reason, _exchange.has(group.group_name)
-    with open(f"{out}.{dist.get_rank()}.json", "w") as file:
-        json.dump(found, file)
-    dist.barrier()
-    dist.destroy_process_group()
+    ranks.write(found, out)
+    ranks.end()
 
 
 if __name__ == "__main__":

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import sys
 
 import torch
 import torch.distributed as dist
 from torch._inductor import config as inductor_config
 
-import fp4_inductor
 from fp4_inductor import KVCache, _exchange, passes
 from fp4_inductor.decoding.ranks import ranks_of
 from fp4_inductor.passes.missed import UNCHAINED, listen
-from lowering_tests import norm_kernels
+from lowering_tests import norm_kernels, ranks
 from lowering_tests.passes.conftest import Recorder, _run_after_passes
 
 
@@ -23,12 +21,9 @@ def main(out: str, path: str) -> None:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     dist.init_process_group("gloo")
-    options = {"tp_plan": "auto"}
-    if hasattr(transformers, "DistributedConfig"):
-        options = {"distributed_config": transformers.DistributedConfig(tp_plan="auto")}
-    model = fp4_inductor.load_pretrained(path, **options)
-    ranks = ranks_of(model)
-    assert ranks is not None
+    model = ranks.load_divided(path)
+    here = ranks_of(model)
+    assert here is not None
 
     def step(cache: KVCache) -> torch.Tensor:
         return model(input_ids=torch.tensor([[5]]), past_key_values=cache).logits
@@ -45,7 +40,7 @@ def main(out: str, path: str) -> None:
     with torch.no_grad():
         want = step(KVCache(model, 32, 1))
         apart = compiled()
-        _exchange.add(ranks.group.group_name, _exchange.Exchange((0, 0), dist.get_rank(), None))
+        _exchange.add(here.group.group_name, _exchange.Exchange((0, 0), dist.get_rank(), None))
         together = compiled()
     found = [
         {
@@ -57,10 +52,8 @@ def main(out: str, path: str) -> None:
         }
         for result, matches, graph, left in (apart, together)
     ]
-    with open(f"{out}.{dist.get_rank()}.json", "w") as file:
-        json.dump(found, file)
-    dist.barrier()
-    dist.destroy_process_group()
+    ranks.write(found, out)
+    ranks.end()
 
 
 if __name__ == "__main__":

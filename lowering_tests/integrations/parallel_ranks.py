@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 
 import torch
 import torch.distributed as dist
 
-import fp4_inductor
 from fp4_inductor.modules.packed import PackedWeight
+from lowering_tests import ranks
 
 IDS = torch.arange(24).reshape(2, 12) % 128
 
@@ -24,11 +23,8 @@ def main(out: str, paths: list[str]) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    options = {"tp_plan": "auto"}
-    if hasattr(transformers, "DistributedConfig"):
-        options = {"distributed_config": transformers.DistributedConfig(tp_plan="auto")}
     for i, path in enumerate(paths):
-        model = fp4_inductor.load_pretrained(path, **options)
+        model = ranks.load_divided(path)
         with torch.no_grad():
             logits = model(input_ids=IDS.to(device), use_cache=False).logits
         packed = {n: m for n, m in model.named_modules() if isinstance(m, PackedWeight)}
@@ -39,10 +35,8 @@ def main(out: str, paths: list[str]) -> None:
         except ValueError:
             saved = False
         torch.save(logits.cpu(), f"{out}.{i}.{dist.get_rank()}.pt")
-        with open(f"{out}.{i}.{dist.get_rank()}.json", "w") as file:
-            json.dump({"held": held, "saved": saved, "device": str(logits.device)}, file)
-    dist.barrier()
-    dist.destroy_process_group()
+        ranks.write({"held": held, "saved": saved, "device": str(logits.device)}, f"{out}.{i}")
+    ranks.end()
 
 
 if __name__ == "__main__":

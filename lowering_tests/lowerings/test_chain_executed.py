@@ -6,7 +6,6 @@ import contextlib
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch._inductor.utils import run_and_get_code
 
 import fp4_inductor
@@ -21,6 +20,7 @@ from lowering_tests.kernels.bound import binding
 from lowering_tests.kernels.test_binding import ops  # noqa: F401
 from lowering_tests.lowerings.of_a_gpu import linear_layers_of_a_gpu
 from lowering_tests.models.conftest import BASE
+from lowering_tests.ranks import group_of_one
 
 pytestmark = pytest.mark.skipif(emulator.compiler() is None or build.cxx() is None, reason="no C++ compiler")
 BF16 = torch.bfloat16
@@ -72,11 +72,7 @@ def test_decode_steps(ops, family, layers, least, whole, products, monkeypatch):
 
 @pytest.fixture
 def group(tmp_path, monkeypatch):
-    """A group of this process alone."""
-    monkeypatch.setattr(_exchange, "_GROUPS", {})
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
+    yield from group_of_one(tmp_path, monkeypatch)
 
 
 def test_sums_over_ranks(ops, group):  # noqa: F811

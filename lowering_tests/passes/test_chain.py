@@ -10,7 +10,6 @@ import re
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 
@@ -23,6 +22,7 @@ from fp4_inductor.passes import chain, missed, operators
 from fp4_inductor.passes.missed import UNCHAINED, listen
 from lowering_tests import norm_kernels
 from lowering_tests.models.conftest import BASE, build
+from lowering_tests.ranks import group_of_one
 
 BF16, fp4 = torch.bfloat16, torch.ops.fp4
 K, HEADS, LENGTH, EPS = 64, 4, 16, 1e-5
@@ -401,12 +401,7 @@ def test_what_explain_prints():
 
 @pytest.fixture
 def group(tmp_path, monkeypatch):
-    """A group of this process alone, whose sum changes nothing; no rank shares memory yet."""
-    monkeypatch.setattr(_exchange, "_GROUPS", {})
-    monkeypatch.setattr(_exchange, "_REASONS", {})
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
+    yield from group_of_one(tmp_path, monkeypatch)
 
 
 def divided(group, lead=(1, 1), total=all_reduce):
