@@ -19,10 +19,9 @@ from ..errors import CacheInUseError, ConfigError, DeviceError, FP4Error, ShapeE
 from .options import Lookup
 
 _LEAST = 256
-_UNASKED = (
-    1 / 128
-)  # of a GPU's memory, for a cache that is longer than a call needs: a longer one is made for the next call that needs it, with graphs of its own
-_MOST_UNASKED = 8192
+# A cache that no caller made is longer than its call needs, so that later calls find it, and graphs for it: up to this share of a GPU's memory, and up to
+# so many tokens that attention leaves room for the products beside it (csrc/attention/step.cuh): beyond, a step takes longer, however few tokens there are.
+_UNASKED, _MOST_UNASKED = 1 / 128, 1024
 _ROLLBACK = 128  # tokens that a window of a KVCache made here can take back: fewer drafts than that need no other cache
 HOLDER = "_fp4_loop"
 
@@ -63,7 +62,7 @@ def rounded(length: int, most: int | None, least: int = _LEAST) -> int:
 
 
 def least_length(model: Any, batch: int) -> int:
-    """The least length of a KVCache for ``model``, a power of two: what little memory of a GPU holds. A step takes no longer over what is empty.
+    """The least length of a KVCache for ``model``, a power of two: what little memory of a GPU holds, and a step reads as fast.
 
     Raises:
         FP4Error: a KVCache does not know the sizes of this model.
