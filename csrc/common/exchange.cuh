@@ -33,7 +33,7 @@ template <typename T> struct Exchange {
 
   // Element n of this rank's part, to all ranks.
   __device__ __forceinline__ void store(int set, int sum, int n, T part) const {
-    const uint32_t bits = *(const unsigned short*)&part;
+    const uint32_t bits = two_bytes_of(part);
     for (int of = 0; of < ranks; ++of) store_relaxed_16(row(of, set, sum, mine) + n, bits ? bits : 0x8000);
   }
   // Element n of the sum, and of what is added to it: rounded once.
@@ -43,8 +43,7 @@ template <typename T> struct Exchange {
       uint32_t bits;
       do bits = load_relaxed_16(row(mine, set, sum, from) + n);
       while (!bits);
-      const unsigned short half = bits;
-      v += Numbers<T>::to_float(*(const T*)&half);
+      v += Numbers<T>::to_float(of_two_bytes<T>(bits));
     }
     return Numbers<T>::from_float(v + added);
   }

@@ -51,6 +51,13 @@ template <> struct Numbers<__half> {
   static __device__ __forceinline__ __half from_float(float v) { return __float2half_rn(v); }
 };
 
+// The bits of a number of two bytes, and the number of such bits.
+template <typename T> __device__ __forceinline__ uint32_t two_bytes_of(T v) { return *(const unsigned short*)&v; }
+template <typename T> __device__ __forceinline__ T of_two_bytes(uint32_t bits) {
+  const unsigned short half = bits;
+  return *(const T*)&half;
+}
+
 constexpr uint32_t kSigns = 0x80008000u;
 
 // 8 codes -> the bits of pairs (0,4) (1,5) (2,6) (3,7): signs at 15, magnitudes under kMagnitude.

@@ -53,8 +53,7 @@ template <typename T> struct Chain {
 };
 
 template <typename T> __device__ __forceinline__ float from_l2(const T* p) {
-  const unsigned short bits = __ldcg((const unsigned short*)p);
-  return Numbers<T>::to_float(*(const T*)&bits);
+  return Numbers<T>::to_float(of_two_bytes<T>(__ldcg((const unsigned short*)p)));
 }
 
 // What the epilogue of a product needs for the block's columns: copied to shared memory while the product is computed.

@@ -119,18 +119,13 @@ template <typename T> struct Routing {
   // A score's bits in an order of their own: NaN above all, -0 as 0; then the lower index first.
   static __device__ __forceinline__ uint32_t key_of(T score, int expert) {
     const float value = Numbers<T>::to_float(score);
-    uint32_t bits = value == 0.f ? 0 : bits_of(score);
+    uint32_t bits = value == 0.f ? 0 : two_bytes_of(score);
     bits = value != value ? 0xFFFF : bits & 0x8000 ? 0xFFFF - bits : bits | 0x8000;
     return bits << 16 | (0xFFFF - expert);
   }
   static __device__ __forceinline__ float score_of(uint32_t key) {
     const uint32_t bits = key >> 16;
-    return Numbers<T>::to_float(of_bits(bits & 0x8000 ? bits & 0x7FFF : 0xFFFF - bits));  // 0xFFFF, a NaN, becomes 0x7FFF, a NaN
-  }
-  static __device__ __forceinline__ uint32_t bits_of(T v) { return *(const unsigned short*)&v; }
-  static __device__ __forceinline__ T of_bits(uint32_t bits) {
-    const unsigned short half = bits;
-    return *(const T*)&half;
+    return Numbers<T>::to_float(of_two_bytes<T>(bits & 0x8000 ? bits & 0x7FFF : 0xFFFF - bits));  // 0xFFFF, a NaN, becomes 0x7FFF, a NaN
   }
 
   // By kScorers threads.
@@ -139,7 +134,7 @@ template <typename T> struct Routing {
     while (all < experts) all *= 2;
     if ((int)threadIdx.x < all) {
       const unsigned short bits = (int)threadIdx.x < experts ? __ldcg((const unsigned short*)scores + threadIdx.x) : 0;
-      choice.keys[threadIdx.x] = (int)threadIdx.x < experts ? key_of(of_bits(bits), threadIdx.x) : 0;
+      choice.keys[threadIdx.x] = (int)threadIdx.x < experts ? key_of(of_two_bytes<T>(bits), threadIdx.x) : 0;
     }
     if (!FP4_FAULT(SKIP_BARRIER_BEFORE_RANK)) named_barrier_sync(1, kScorers);
     const int share = kScorers / all, expert = threadIdx.x / share, part = threadIdx.x % share;  // threads to an expert, in one warp
