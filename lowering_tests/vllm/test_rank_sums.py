@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch._inductor import config as inductor_config
 
@@ -16,22 +15,24 @@ from fp4_inductor.integrations.vllm import compiling, engine
 from fp4_inductor.passes.missed import UNCHAINED, listen
 from lowering_tests import norm_kernels
 from lowering_tests.passes.conftest import Recorder, _run_after_passes
+from lowering_tests.ranks import group_of_one
 
 BF16, fp4, K = torch.bfloat16, torch.ops.fp4, 64
 
 
 @pytest.fixture
-def group(tmp_path, monkeypatch):
+def alone(tmp_path, monkeypatch):
+    yield from group_of_one(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def group(alone, monkeypatch):
     """torch's group of this process alone, which vLLM calls tp:0."""
     from vllm.distributed import parallel_state
 
-    monkeypatch.setattr(_exchange, "_GROUPS", {})
-    monkeypatch.setattr(_exchange, "_REASONS", {})
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    found = SimpleNamespace(device_group=dist.group.WORLD, _all_reduce_out_place=torch.clone)
+    found = SimpleNamespace(device_group=alone, _all_reduce_out_place=torch.clone)
     monkeypatch.setitem(parallel_state._groups, "tp:0", lambda: found)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
+    return alone
 
 
 def made(n: int, k: int) -> tuple[torch.Tensor, ...]:
