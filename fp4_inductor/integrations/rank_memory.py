@@ -40,13 +40,10 @@ def join(group: Any, device: torch.device) -> str:
     if _exchange.has(name) and len(_exchange.of(name).addresses) == torch.distributed.get_world_size(group):
         return ""
     reason = _why_never(device, group) or _of_torchrun(device, group)
-    if not reason:
-        made = _made(device, group)
+    made = None if reason else _made(device, group)
+    if made is not None:
         torch.distributed.barrier(group, device_ids=[device.index])  # nobody writes to memory that is not zeros yet
-        _exchange.add(name, made)
-    else:
-        _exchange.refuse(name, reason)
-    return reason
+    return _told(name, made, reason)
 
 
 def join_or_agree(group: Any, device: torch.device, cpu_group: Any, apart: str = "") -> str:
@@ -66,10 +63,15 @@ def join_or_agree(group: Any, device: torch.device, cpu_group: Any, apart: str =
         except Exception as error:  # of the driver, of torch, of a container that keeps processes apart: the others have to hear of it
             reason = f"torch made no memory that the ranks share ({type(error).__name__}: {error})"
         reason = _agreed(reason, cpu_group)  # and nobody writes to memory that is not zeros yet
+    return _told(name_of(group), made, reason)
+
+
+def _told(name: str, made: _exchange.Exchange | None, reason: str) -> str:
+    """Let launches find the memory of a group, or hear why there is none; returns ``reason``."""
     if made is None or reason:
-        _exchange.refuse(name_of(group), reason)
+        _exchange.refuse(name, reason)
     else:
-        _exchange.add(name_of(group), made)
+        _exchange.add(name, made)
     return reason
 
 
