@@ -122,12 +122,16 @@ def make_cache(model: Any, length: int, batch: int, lookup: Lookup | None = None
 
     config, held = model.config.get_text_config(decoder=True), holder_of(model)
     most = getattr(config, "max_position_embeddings", None)
+
+    def ours(rollback: int) -> KVCache:
+        return KVCache(model, rounded(length, most, least_length(model, batch)), batch, rollback=rollback)
+
     if lookup is not None:
-        return KVCache(model, rounded(length, most, least_length(model, batch)), batch, rollback=max(_ROLLBACK, lookup.tokens))
+        return ours(max(_ROLLBACK, lookup.tokens))
     held.why_static = why_no_kv_cache(model)
     if not held.why_static:
         try:
-            return KVCache(model, rounded(length, most, least_length(model, batch)), batch, rollback=_ROLLBACK)
+            return ours(_ROLLBACK)
         except FP4Error as error:
             held.why_static = str(error)
     cache = StaticCache(config=config, max_cache_len=rounded(length, most))
