@@ -112,7 +112,8 @@ def measure(model: Any, batch: int, args: argparse.Namespace, device: str, order
     found = []
     for name, row in rows.items():
         ms, first_ms = sorted(row["times"])[args.rounds // 2], sorted(row["first"])[args.rounds // 2]
-        what = dict(model=f"{args.model}-shape x{model.config.num_hidden_layers} layers", loop=name, pdl=args.pdl, candidates=" ".join(args.candidates))
+        head = "" if args.lm_head == "bf16" else f" {args.lm_head} head"
+        what = dict(model=f"{args.model}-shape x{model.config.num_hidden_layers} layers{head}", loop=name, pdl=args.pdl, candidates=" ".join(args.candidates))
         what |= dict(kv=args.kv if name.startswith("kv") else "bf16", batch=batch, context=args.context, new=args.new, wrong=args.wrong)
         figures = dict(ms=round(ms, 3), first_ms=round(first_ms, 2), first_use_s=row["first_use_s"], gap=gaps[name])
         figures |= dict(tokens_s=round(1e3 / ms, 1), tokens_per_step=row["tokens_per_step"])
