@@ -59,7 +59,7 @@ class Host:
 
 
 class Cuda(Host):
-    """One CUDA device, its current stream and a stream on which steps are captured."""
+    """One CUDA device, its current stream and a stream on which steps are captured, all of them with one pool of memory: no two of them run at once."""
 
     ahead = 1
     captures = True
@@ -67,6 +67,7 @@ class Cuda(Host):
     def __init__(self, device: torch.device):
         self.device = device
         self._side = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
 
     def pinned(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
@@ -87,7 +88,7 @@ class Cuda(Host):
         graph = torch.cuda.CUDAGraph()
         # thread_local: what other threads do with CUDA, a streamer's reader or a compilation in the background, does not end the capture.
         try:
-            with _no_collection(), torch.cuda.graph(graph, stream=self._side, capture_error_mode="thread_local"):
+            with _no_collection(), torch.cuda.graph(graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"):
                 step()
         except BaseException:
             # A capture that fails leaves the device's generator waiting for its end, so that nothing could be drawn any more (torch 2.11 to 2.13).
@@ -118,7 +119,7 @@ def device_for(device: torch.device) -> Host:
 
 
 class Runner:
-    """Runs one step again and again. Where the device captures, the first ``WARM`` runs are plain, one is captured, and all later ones are replays.
+    """Runs one step again and again. Where the device captures, the first ``warm`` runs are plain, one is captured, and all later ones are replays.
 
     Every run is a step of the loop: none is thrown away. Three come before the capture, because a Python number that changes from step to step (the
     length of a sliding layer) is compiled as a constant first and as a variable second, and nothing may be compiled during a capture.
@@ -126,9 +127,17 @@ class Runner:
 
     WARM = 3
 
-    def __init__(self, device: Host, step: Callable[[], None], after_replay: Callable[[], None], keep: Callable[[], Callable[[], None]]):
-        """``after_replay`` counts on the host what a step counts there; ``keep`` returns a function that sets these counts back."""
-        self.device, self.step, self.after_replay, self.keep = device, step, after_replay, keep
+    def __init__(
+        self,
+        device: Host,
+        step: Callable[[], None],
+        after_replay: Callable[[], None],
+        keep: Callable[[], Callable[[], None]],
+        name: str = "the step",
+        warm: int = WARM,
+    ):
+        """``after_replay`` counts on the host what a step counts there; ``keep`` returns a function that sets these counts back. ``name``: in notes."""
+        self.device, self.step, self.after_replay, self.keep, self.name, self.warm = device, step, after_replay, keep, name, warm
         self.captures = device.captures
         self.graph: Replayable | None = None
         self.note: str | None = None
@@ -143,7 +152,7 @@ class Runner:
         if not self.captures:
             self.step()
             return "run"
-        if self.runs < self.WARM:
+        if self.runs < self.warm:
             self.device.aside(self.step)
             self.runs += 1
             return "run"
@@ -153,7 +162,7 @@ class Runner:
         except RuntimeError as error:  # the step reads something on the host
             restore()
             self.captures = False
-            self.note = f"the step is not captured: {str(error).strip().splitlines()[0]}"
+            self.note = f"{self.name} is not captured: {str(error).strip().splitlines()[0]}"
             self.step()
             return "run"
         self.graph = graph

@@ -45,7 +45,7 @@ def generate(
             and afterwards holds all tokens but the last. None: one that the next call takes over, with its graph: a KVCache, or where that does not serve the
             model a StaticCache. The record's ``notes`` say if it is one, and why, and if the attention ``"fp4_inductor"`` was selected for a KVCache.
         streamer: of Transformers. It gets the prompt, then each token ``[B]`` in order, in blocks of ``check_every``, then ``end()``.
-        loop: a :class:`fp4_inductor.LoopOptions`; or give its fields ``seed``, ``check_every`` and ``compiled`` themselves.
+        loop: a :class:`fp4_inductor.LoopOptions`; or give its fields themselves: ``seed``, ``check_every``, ``compiled``, ``pad_prompts``.
         options: of ``model.generate``: ``max_new_tokens``, ``min_new_tokens``, ``do_sample``, ``temperature``, ``top_k``, ``top_p``, ``min_p``,
             ``typical_p``, ``repetition_penalty``, ``eos_token_id``, ``pad_token_id``, ``prompt_lookup_num_tokens``, ``max_matching_ngram_size``,
             ``generation_config``, ...
@@ -57,7 +57,7 @@ def generate(
         ConfigError, DTypeError, ShapeError, DeviceError, CacheInUseError: before anything has run.
         NonFiniteError: logits were NaN or infinite; told at the next look.
     """
-    fields = {name: options.pop(name) for name in ("seed", "check_every", "compiled") if name in options}
+    fields = {name: options.pop(name) for name in ("seed", "check_every", "compiled", "pad_prompts") if name in options}
     if loop is not None and fields:
         raise ConfigError("loop and its fields are given", value=sorted(fields), limit="one of the two", remedy="Put all into LoopOptions(...).")
     loop = LoopOptions(**fields) if loop is None else loop
@@ -124,17 +124,19 @@ def generate_loop(
     seed: int | None = None,
     check_every: int = 8,
     compiled: bool | None = None,
+    pad_prompts: bool = True,
     **model_kwargs: Any,
 ) -> Any:
     """The loop of :func:`fp4_inductor.generate` for ``model.generate(ids, custom_generate=fp4_inductor.generate_loop, ...)``.
 
     Transformers prepares everything and calls this function in the place of its own loop; the arguments are those of its convention. ``seed``,
-    ``check_every`` and ``compiled`` are given to ``model.generate``, as in ``model.generate(ids, custom_generate=fp4_inductor.generate_loop, seed=1)``.
+    ``check_every``, ``compiled`` and ``pad_prompts`` are given to ``model.generate``, as in
+    ``model.generate(ids, custom_generate=fp4_inductor.generate_loop, seed=1)``.
 
     Returns, raises: as :func:`fp4_inductor.generate`; what only one of Transformers' other ways to decode can do is a ConfigError if it needs arguments
     that the convention leaves out (an assistant, or prompt lookup with something else that this loop cannot do).
     """
-    loop = LoopOptions(check_every=check_every, seed=seed, compiled=compiled)
+    loop = LoopOptions(check_every=check_every, seed=seed, compiled=compiled, pad_prompts=pad_prompts)
     streamer = _streamer_of_caller(model) if streamer is None else streamer
     return _run(Call(model, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs), loop)
 
@@ -227,6 +229,7 @@ def _run(call: Call, loop: LoopOptions) -> Any:
         pad=int(pad) if pad is not None else (stops.eos or (0,))[0],
         seed=_seed(loop.seed) if config.do_sample else 0,
         check_every=loop.check_every,
+        pad_prompts=loop.pad_prompts,
         returned=given is not None or bool(config.return_dict_in_generate),
         lookup=lookup,
     )

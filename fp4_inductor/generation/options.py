@@ -37,11 +37,14 @@ class LoopOptions:
         check_every: steps between two looks at whether all rows have ended.
         seed: of the sampling, 0 to 2**63 - 1; None: a number from torch's generator, which ``torch.manual_seed`` sets.
         compiled: compile prompt and step with ``torch.compile``; None: on CUDA.
+        pad_prompts: on CUDA, pad a prompt of up to 2,048 tokens, all rows together, to one of a few lengths and replay a CUDA graph for it, where cache and
+            model allow it (:mod:`fp4_inductor.generation.prompts`). Its logits are then those that the kernels for the padded length round to.
     """
 
     check_every: int = 8
     seed: int | None = None
     compiled: bool | None = None
+    pad_prompts: bool = True
 
     def __post_init__(self) -> None:
         if not _is_whole(self.check_every) or self.check_every < 1:
@@ -50,6 +53,8 @@ class LoopOptions:
             raise ConfigError("seed is out of range", value=repr(self.seed), limit="0 to 2**63 - 1, or None", remedy="Leave it out for a random one.")
         if self.compiled not in (None, True, False):
             raise ConfigError("compiled is not a known choice", value=repr(self.compiled), limit="True, False or None", remedy="Leave it out: on CUDA.")
+        if not isinstance(self.pad_prompts, bool):
+            raise ConfigError("pad_prompts is not a known choice", value=repr(self.pad_prompts), limit="True or False", remedy="Leave it out: True.")
 
 
 def _is_whole(x: Any) -> bool:

@@ -14,6 +14,7 @@ class GenerationRecord:
         reasons: why Transformers' loop ran; empty if it did not.
         notes: what this loop did otherwise than usual: what was not compiled or not captured, why every token was looked at, what was changed in the
             model for a KVCache that it made, or why it made a StaticCache.
+        prompt: how this loop ran the prompt: padded and replayed, or as it is, and why.
         tokens: tokens of each row in the result, behind the prompt.
         steps: decode steps that were run, the prompt not counted.
         replays: steps that were a replay of a CUDA graph.
@@ -28,6 +29,7 @@ class GenerationRecord:
     loop: str = "device"
     reasons: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    prompt: str = ""
     tokens: int = 0
     steps: int = 0
     replays: int = 0
@@ -44,4 +46,6 @@ class GenerationRecord:
         text = f"generate(): {self.tokens} tokens, {self.steps} steps ({self.replays} replayed), {self.looks} looks, {self.overrun} steps over"
         if self.drafted:
             text += f", {self.accepted} of {self.drafted} drafted tokens accepted"
+        if self.prompt:
+            text += f", the prompt {self.prompt}"
         return "; ".join([text, *self.notes])

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from .._replay import Host, Runner, device_for
 from .._torch.compiling import Compiled
-from .._torch.static import may_vary
 from ..decoding import regions
 from ..errors import FP4Error, NonFiniteError, ShapeError
 from . import caches
@@ -22,6 +21,7 @@ from .lookup import forward_of as forward_of_drafts
 from .masks import Masks
 from .options import Lookup
 from .processors import Program, Stops
+from .prompts import ShortPrompts, inputs_of
 from .record import GenerationRecord
 from .step import State, emit, forward_of, load_values, move_on
 from .streaming import Look, Mail, Outlet
@@ -56,6 +56,7 @@ class Plan:
         pad: what rows that have ended are filled with.
         returned: does the caller see the cache afterwards? Then over-run tokens are taken back from it.
         lookup: several tokens a step, with drafts from the text.
+        pad_prompts: see :class:`fp4_inductor.LoopOptions`.
         again: a prompt that the cache does not serve is run over another: then it is a :class:`NotServedError`, and the streamer goes on.
     """
 
@@ -67,6 +68,7 @@ class Plan:
     check_every: int
     returned: bool
     lookup: Lookup | None = None
+    pad_prompts: bool = True
     again: bool = False
 
 
@@ -96,6 +98,7 @@ class Session:
 
         self._prompt = Compiled(prompt_forward, compiled, "the prompt")
         self._prompt_plain = prompt_forward
+        self._short = ShortPrompts(lambda inputs: self._prompt(**inputs), cache, self.device, self.accepts)
 
     def run(self, prompt: Prompt, plan: Plan, streamer: Any, record: GenerationRecord) -> Tensor:
         """Generate behind ``prompt``: int64 ``[new, B]`` on the device, new <= plan.new.
@@ -142,7 +145,7 @@ class Session:
         past = caches.seq_length(self.cache)
         columns = past + prompt.ids.shape[1] if prompt.mask is None else prompt.mask.shape[1]
         padded = prompt.mask is not None and not bool(prompt.mask.all())
-        logits = self._run_prompt(prompt, past, padded, record)
+        logits = self._run_prompt(prompt, past, padded, plan.pad_prompts, record)
         signature = plan.program.signature
         with caches.allocating():
             state, mail = self._buffers(logits, plan, columns)
@@ -160,7 +163,7 @@ class Session:
             self._texts[plan.lookup].begin(prompt.ids, state, plan.new)
         return state, mail
 
-    def _run_prompt(self, prompt: Prompt, past: int, padded: bool, record: GenerationRecord) -> Tensor:
+    def _run_prompt(self, prompt: Prompt, past: int, padded: bool, pad: bool, record: GenerationRecord) -> Tensor:
         fresh = None
         if prompt.mask is not None and prompt.ids.shape[1] == prompt.mask.shape[1]:  # all tokens, those in the cache too
             fresh = prompt.ids.shape[1] - past
@@ -179,11 +182,12 @@ class Session:
             # Tensors that a compiled function allocates have no address that a later graph may rely on.
             record.notes.append("the prompt is not compiled: the cache was empty of tensors")
             return self._prompt_plain(**inputs)
-        for given in inputs.values():
-            if isinstance(given, Tensor) and given.dim() == 2:  # [B, tokens]: the next prompt has another length
-                may_vary(given, 1)
         with caches.starting(self.cache, past):
-            return self._prompt(**inputs)
+            why = self._short.why_not(inputs, past) if pad else "pad_prompts=False"
+            if not why:
+                return self._short(inputs, past, record)
+            record.prompt = f"as it is ({why})"
+            return self._prompt(**inputs_of(inputs))
 
     def _buffers(self, logits: Tensor, plan: Plan, columns: int) -> tuple[State, Mail]:
         batch, vocabulary = logits.shape

@@ -116,3 +116,30 @@ def test_prompt_lookup_of_a_quantized_model(family, told):  # noqa: F811
     told(torch.cat([first, ids], 1))
     fp4_inductor.generate(model, ids, **options)
     assert fp4_inductor.generation_record(model).accepted > 0
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("quantized", [False, True])
+def test_padded_prompts_are_replayed(family, quantized):
+    """As they are and padded, of an empty cache and behind tokens: the same tokens from float32, the same bits from replay to replay."""
+    model = build(family, max_position_embeddings=2048).cuda()
+    if quantized:
+        model = fp4_inductor.quantize_model(model.bfloat16(), fp4_inductor.NVFP4Config("amax"), progress=False)
+    cache = fp4_inductor.KVCache(model, 1024)
+    text = torch.randint(3, 128, (1, 700), generator=torch.Generator().manual_seed(4)).cuda()
+    found, said = {}, {}
+    for pad in (False, True, True, True):
+        tokens, how = [], []
+        for first, second in ((9, 120), (40, 200), (300, 310), (128, 700)):
+            cache.reset()
+            for end in (first, second):
+                options = dict(attention_mask=torch.ones_like(text[:, :end]), past_key_values=cache, max_new_tokens=1, do_sample=False)
+                out = fp4_inductor.generate(model, text[:, :end], pad_prompts=pad, **options)
+                tokens.append(int(out[0, -1]))
+                how.append(fp4_inductor.generation_record(model).prompt.partition(" (")[0])
+                assert int(cache.counter.position) == end
+        found.setdefault(pad, []).append(tokens)
+        said[pad] = how
+    assert found[True][0] == found[True][1] == found[True][2]
+    assert quantized or found[False][0] == found[True][0]
+    assert set(said[False]) == {"as it is"} and {how.rpartition(", ")[2] for how in said[True]} == {"replayed"}

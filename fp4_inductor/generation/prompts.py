@@ -1,0 +1,132 @@
+"""Prompts of few tokens: padded to one of a few lengths, so that one CUDA graph serves all that are not longer.
+
+The host takes longer to launch the kernels of such a prompt than the GPU to run them (``benchmarks/NOTES.md``), and a graph for each length would be
+captured for one prompt alone. What a prompt is padded with are copies of its last token, at its position. Attention is causal, so that no token sees those
+behind it; their keys and values lie behind the cache's counter, where nobody reads them, and are written over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._replay import Host, Runner
+from .._torch.static import may_vary
+from . import caches
+from .record import GenerationRecord
+
+LENGTHS = (128, 256, 512, 768, 1024, 1280, 1536, 1792, 2048)
+MOST = 2048  # tokens of all rows together: beyond that the GPU takes longer than the host
+_ORDER = ("input_ids", "position_ids", "past_key_values", "use_cache", "logits_to_keep")  # of the model's inputs: one graph, one order
+_SERVED = set(_ORDER)
+
+
+def length_for(tokens: int, rows: int, room: int) -> int | None:
+    """What ``rows`` prompts of ``tokens`` tokens are padded to, if ``room`` tokens fit the cache; None: nothing."""
+    return next((length for length in LENGTHS if tokens <= length <= room and rows * length <= MOST), None)
+
+
+@dataclass
+class _Captured:
+    """A prompt of one length. ``inputs``: of the model, tensors that stay where they are. ``logits``: of the last run."""
+
+    inputs: dict[str, Any]
+    runner: Runner
+    logits: Tensor | None = None
+
+
+class ShortPrompts:
+    """Runs prompts over ``cache`` by ``forward(inputs)``, which gives logits ``[B, V]`` of the token ``inputs["logits_to_keep"]``."""
+
+    def __init__(self, forward: Callable[[dict[str, Any]], Tensor], cache: Any, device: Host, accepts: set[str]):
+        self.forward, self.cache, self.device = forward, cache, device
+        self.never = _why_never(cache, device, accepts)
+        self._captured: dict[tuple[int, bool], _Captured] = {}
+
+    def why_not(self, inputs: dict[str, Any], past: int) -> str:
+        """Why a prompt with these ``inputs`` behind ``past`` tokens runs as it is; empty: it does not."""
+        if self.never:
+            return self.never
+        others = sorted(name for name, value in inputs.items() if value is not None and name not in _SERVED)
+        ids, positions = inputs.get("input_ids"), inputs.get("position_ids")
+        if others or ids is None:
+            return f"the model is given {', '.join(others) or 'no tokens'}"
+        if positions is not None and positions.shape != ids.shape:
+            return f"positions of shape {tuple(positions.shape)}"
+        rows, tokens = ids.shape
+        room = self.cache.max_length - past
+        if length_for(tokens, rows, room) is None:
+            return f"{rows} x {tokens} tokens, with room for {room} in the cache; padded are up to {MOST}"
+        return ""
+
+    def __call__(self, inputs: dict[str, Any], past: int, record: GenerationRecord) -> Tensor:
+        """The logits behind a prompt that :meth:`why_not` has nothing against. They are those of the next call after it."""
+        ids, positions = inputs["input_ids"], inputs.get("position_ids")
+        rows, tokens = ids.shape
+        length = length_for(tokens, rows, self.cache.max_length - past)
+        assert length is not None
+        captured = self._captured.get((length, past == 0))
+        if captured is None:
+            captured = self._captured[length, past == 0] = self._make(rows, length, ids.device)
+        if positions is None:
+            positions = torch.arange(past, past + tokens, device=ids.device).expand(rows, tokens)
+        for name, given in (("input_ids", ids), ("position_ids", positions)):
+            held = captured.inputs[name]
+            held[:, :tokens].copy_(given)
+            held[:, tokens:].copy_(given[:, -1:].expand(rows, length - tokens))
+        captured.inputs["logits_to_keep"].fill_(tokens - 1)
+        how = captured.runner()
+        self.cache.counter.position.fill_(past + tokens)
+        record.prompt = f"padded to {length} tokens, " + {"run": "not replayed", "capture": "captured", "replay": "replayed"}[how]
+        if captured.runner.note:
+            self.never = captured.runner.note
+            record.notes.append(captured.runner.note)
+        assert captured.logits is not None
+        return captured.logits
+
+    def _make(self, rows: int, length: int, device: torch.device) -> _Captured:
+        with caches.allocating():
+            ids, positions = (torch.zeros((rows, length), dtype=torch.int64, device=device) for _ in range(2))
+            inputs = inputs_of(dict(zip(_ORDER, (ids, positions, self.cache, True, 1), strict=True)))
+
+        def run() -> None:
+            captured.logits = self.forward(inputs)
+
+        # One plain run comes before the capture: it compiles, if anything does.
+        captured = _Captured(inputs, Runner(self.device, run, lambda: None, lambda: lambda: None, name="the prompt", warm=1))
+        return captured
+
+
+def inputs_of(given: dict[str, Any]) -> dict[str, Any]:
+    """The inputs ``given`` of a prompt so that one compiled graph serves all lengths, a padded one of :class:`ShortPrompts` too.
+
+    That of a prompt alone is told by a tensor which token's logits are wanted.
+    """
+    for value in given.values():
+        if isinstance(value, Tensor) and value.dim() == 2:  # [B, tokens]
+            may_vary(value, 1)
+    if set(given) != _SERVED or given["logits_to_keep"] != 1:
+        return given
+    ids = given["input_ids"]
+    return {name: given[name] for name in _ORDER} | {"logits_to_keep": torch.full((1,), ids.shape[1] - 1, dtype=torch.int64, device=ids.device)}
+
+
+def _why_never(cache: Any, device: Host, accepts: set[str]) -> str:
+    if not device.captures:
+        return "the device captures no graphs"
+    if not caches.is_ours(cache):
+        return f"a {type(cache).__name__}"
+    others = sorted({type(layer).__name__ for layer in cache.layers if not hasattr(layer, "window")})
+    if others:
+        return f"the cache has layers of {', '.join(others)}"
+    if any(layer.window is not None for layer in cache.layers):
+        return "tokens behind the prompt would take the place of old ones in a sliding window"
+    if cache.format is not None:
+        return f"tokens behind the prompt would count in the mean of K that {cache.format.name} keeps"
+    if missing := sorted({"position_ids", "logits_to_keep"} - accepts):
+        return f"the model takes no {' and no '.join(missing)}"
+    return ""

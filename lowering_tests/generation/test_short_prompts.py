@@ -1,0 +1,159 @@
+"""Prompts that are padded and replayed, on a stand-in for a CUDA device. Its replay runs the step again: on a CPU a KVCache reads its counter on the host,
+which no capture may do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fp4_inductor
+from fp4_inductor._replay import Host
+from fp4_inductor.generation import prompts, session
+from lowering_tests.generation.conftest import build
+
+IDS = torch.randint(3, 128, (1, 300), generator=torch.Generator().manual_seed(3))
+GREEDY = dict(max_new_tokens=6, do_sample=False)
+
+
+class Again(Host):
+    """A device whose graphs are the Python functions that were captured."""
+
+    captures = True
+
+    def __init__(self):
+        self.replays = 0
+
+    def capture(self, step):
+        def replay():
+            self.replays += 1
+            step()
+
+        return type("Graph", (), {"replay": staticmethod(replay)})()
+
+
+@pytest.fixture(autouse=True)
+def device(monkeypatch):
+    made = Again()
+    monkeypatch.setattr(session, "device_for", lambda device: made)
+    return made
+
+
+def prompt_of(model) -> str:
+    record = fp4_inductor.generation_record(model)
+    assert record.loop == "device" and f"the prompt {record.prompt}" in str(record)
+    return record.prompt
+
+
+@pytest.mark.parametrize(("tokens", "rows", "room", "length"), [
+    (1, 1, 4096, 128), (128, 1, 128, 128), (129, 1, 4096, 256), (257, 1, 511, None), (2048, 1, 2048, 2048), (2049, 1, 4096, None),
+    (200, 8, 4096, 256), (257, 8, 4096, None), (500, 4, 4096, 512), (5, 17, 4096, None),
+])  # fmt: skip
+def test_lengths(tokens, rows, room, length):
+    assert prompts.length_for(tokens, rows, room) == length
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "mixtral", "qwen3_moe"])
+def test_tokens_are_those_of_transformers(family):
+    """Of prompts of several lengths, of which the second to be padded to 128 is captured and the third replayed; and of a batch."""
+    model = build(family, max_position_embeddings=1024)
+    for tokens, how in (
+        (300, "padded to 512 tokens, not replayed"),
+        (9, "padded to 128 tokens, not replayed"),
+        (40, "padded to 128 tokens, captured"),
+        (1, "padded to 128 tokens, replayed"),
+        (128, "padded to 128 tokens, replayed"),
+    ):
+        ids = IDS[:, :tokens]
+        assert torch.equal(fp4_inductor.generate(model, ids, **GREEDY), model.generate(ids, **GREEDY)), tokens
+        assert prompt_of(model) == how
+    batch = IDS[:, :60].view(3, 20)
+    assert torch.equal(fp4_inductor.generate(model, batch, **GREEDY), model.generate(batch, **GREEDY))
+    assert prompt_of(model) == "padded to 128 tokens, not replayed"
+
+
+def test_a_text_that_goes_on():
+    """Behind tokens that the cache holds, until there is no room for padding. The cache counts what is there, and holds it."""
+    model = build("qwen3")
+    cache = fp4_inductor.KVCache(model, 300)
+    text = IDS[:, :0]
+    said = []
+    for tokens in (20, 7, 90, 40, 7):
+        text = torch.cat([text, IDS[:, :tokens]], 1)
+        mask = torch.ones_like(text)  # a token that was generated may be that for padding
+        wanted = model.generate(text, attention_mask=mask, **GREEDY)
+        before = int(cache.counter.position)
+        text = fp4_inductor.generate(model, text, attention_mask=mask, past_key_values=cache, **GREEDY)
+        assert torch.equal(text, wanted)
+        assert int(cache.counter.position) == text.shape[1] - 1
+        said.append((before, prompt_of(model)))
+    assert said == [
+        (0, "padded to 128 tokens, not replayed"),  # of an empty cache: another graph than behind tokens
+        (25, "padded to 128 tokens, not replayed"),
+        (38, "padded to 128 tokens, captured"),
+        (134, "padded to 128 tokens, replayed"),
+        (180, "as it is (1 x 8 tokens, with room for 120 in the cache; padded are up to 2048)"),
+    ]
+
+
+@pytest.mark.parametrize(("family", "options", "why"), [
+    ("mistral", {}, "tokens behind the prompt would take the place of old ones in a sliding window"),
+    ("llama", {"kv": "fp8"}, "tokens behind the prompt would count in the mean of K that fp8 keeps"),
+])  # fmt: skip
+def test_caches_that_padding_would_change(family, options, why):
+    model = build(family)
+    cache = fp4_inductor.KVCache(model, 64, **options)
+    fp4_inductor.generate(model, IDS[:, :9], past_key_values=cache, **GREEDY)
+    assert prompt_of(model) == f"as it is ({why})"
+
+
+def test_a_padded_batch_is_not_padded_again():
+    model = build("llama")
+    mask = torch.ones(2, 9, dtype=torch.int64)
+    mask[0, :3] = 0
+    ids = IDS[:, :18].view(2, 9)
+    wanted = model.generate(ids, attention_mask=mask, **GREEDY)
+    assert torch.equal(fp4_inductor.generate(model, ids, attention_mask=mask, **GREEDY), wanted)
+    assert prompt_of(model) == "as it is (the model is given attention_mask)"
+
+
+def test_without_a_device_that_captures(monkeypatch):
+    model = build("llama")
+    monkeypatch.setattr(session, "device_for", lambda device: Host())
+    fp4_inductor.generate(model, IDS[:, :9], **GREEDY)
+    assert prompt_of(model) == "as it is (the device captures no graphs)"
+
+
+def test_where_it_is_not_wanted():
+    model = build("llama")
+    wanted = model.generate(IDS[:, :9], **GREEDY)
+    assert torch.equal(fp4_inductor.generate(model, IDS[:, :9], pad_prompts=False, **GREEDY), wanted)
+    assert prompt_of(model) == "as it is (pad_prompts=False)"
+    assert torch.equal(model.generate(IDS[:, :9], custom_generate=fp4_inductor.generate_loop, pad_prompts=False, **GREEDY), wanted)
+    assert prompt_of(model) == "as it is (pad_prompts=False)"
+    with pytest.raises(fp4_inductor.errors.ConfigError, match="pad_prompts is not a known choice"):
+        fp4_inductor.LoopOptions(pad_prompts=1)
+
+
+def test_a_prompt_that_cannot_be_captured_runs_as_it_is_from_then_on(device, monkeypatch):
+    model = build("llama")
+    monkeypatch.setattr(device, "capture", lambda step: (_ for _ in ()).throw(RuntimeError("not permitted")))
+    found = [(fp4_inductor.generate(model, ids, **GREEDY), prompt_of(model)) for ids in (IDS[:, :9], IDS[:, :20], IDS[:, :30])]
+    note = "the prompt is not captured: not permitted"
+    assert [how for _, how in found] == ["padded to 128 tokens, not replayed", "padded to 128 tokens, not replayed", f"as it is ({note})"]
+    for tokens, ids in zip(found, (IDS[:, :9], IDS[:, :20], IDS[:, :30]), strict=True):
+        assert torch.equal(tokens[0], model.generate(ids, **GREEDY))
+
+
+def test_it_is_compiled_once_for_all_lengths():
+    """A padded prompt and one that is too long for it are one graph of torch.compile."""
+    model = build("llama", max_position_embeddings=1024)
+    cache = fp4_inductor.KVCache(model, 300)
+    torch._dynamo.reset()
+    said, graphs = [], []
+    for tokens in (9, 200, 290):
+        fp4_inductor.generate(model, IDS[:, :tokens], compiled=True, max_new_tokens=1, past_key_values=cache)
+        cache.reset()
+        said.append(prompt_of(model).partition(" (")[0])
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert said == ["padded to 128 tokens, not replayed", "padded to 256 tokens, not replayed", "as it is"]
+    assert graphs == graphs[:1] * 3
