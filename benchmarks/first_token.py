@@ -31,7 +31,7 @@ def measure(model: Any, compiled: Any, cache: Any, held: int, tokens: int, args:
     ids = torch.randint(0, vocabulary, (batch, held + tokens), device=device)
     mask = torch.ones_like(ids)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def prepared() -> None:
         cache.reset()
         if held:
@@ -45,10 +45,10 @@ def measure(model: Any, compiled: Any, cache: Any, held: int, tokens: int, args:
         prepared()
         return seconds(lambda: call(pad), device)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def forward() -> torch.Tensor:
         with nullcontext() if held else cache.from_empty():
-            return compiled(ids[:, held:], past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+            return compiled(input_ids=ids[:, held:], past_key_values=cache, use_cache=True, logits_to_keep=1)
 
     use = {}
     for pad in (False, True):
@@ -68,7 +68,7 @@ def measure(model: Any, compiled: Any, cache: Any, held: int, tokens: int, args:
         alone.append(spent * 1e3)
     gap, forward_ms = "", ""
     if alone:
-        scores = logits[0, -1].float()
+        scores = logits[0].float()
         gap = round(float((scores.max() - scores[text[0][-1]]) / scores.std()), 3)
         forward_ms = round(statistics.median(alone[1:]), 2)
     gpu_ms = round(sum(end - begin for _, begin, end in kernels_of.spans_of(lambda: call(False), prepared)) / 1e3, 2) if device == "cuda" else ""
@@ -96,7 +96,11 @@ def main() -> None:
         device, args.model, args.batch, args.tokens, args.held, args.rounds = "cpu", "tiny", [1], [7], [0, 5], 1
     model = decode.build(args.model, args.layers, device)
     fp4_inductor.quantize_model(model, NVFP4Config("amax", lm_head=args.lm_head), progress=False)
-    compiled = torch.compile(model, dynamic=True) if device == "cuda" else model
+
+    def last_logits(**inputs: Any) -> torch.Tensor:
+        return model(**inputs, return_dict=True).logits[:, -1]
+
+    compiled = torch.compile(last_logits, fullgraph=True) if device == "cuda" else last_logits
     rows = []
     for batch in args.batch:
         cache = fp4_inductor.KVCache(model, min(args.slots, model.config.max_position_embeddings), batch)

@@ -14,6 +14,8 @@ Compare it between loops: a model of random weights passes rounding on, so promp
 
 Loops: ``kv`` is fp4_inductor.generate over a KVCache, ``static`` over a StaticCache, ``transformers`` is model.generate with cache_implementation="static".
 
+``--slots N ...`` adds the loops ``kv slots N``: over a KVCache of N tokens, of which those of the others are used.
+
 ``--lookup K ...`` adds the loops ``kv lookup K``: prompt lookup with K drafts a step, for batch 1. The head is then set so that each token is followed by a
 certain other one, the prompt is such a sequence, and the answer begins at its begin: all of it lies in the prompt (``--new`` below ``--context``).
 ``--wrong R`` puts another token into every R-th place of the prompt, where drafts are wrong then. ``tokens_per_step`` is what came of it, ``tokens_s`` tokens a second of a sequence.
@@ -52,7 +54,8 @@ def loop_of(name: str, model: Any, length: int, batch: int, kv: str) -> Callable
         return lambda ids, new: model.generate(ids, max_new_tokens=new, min_new_tokens=new, do_sample=False, cache_implementation="static")
     options = {"prompt_lookup_num_tokens": int(name.split()[-1])} if "lookup" in name else {}
     if name.startswith("kv"):
-        cache = fp4_inductor.KVCache(model, length, batch, kv=kv)
+        slots = int(name.split()[-1]) if "slots" in name else length
+        cache = fp4_inductor.KVCache(model, max(length, slots), batch, kv=kv)
     else:
         from transformers import StaticCache
 
@@ -92,7 +95,7 @@ def measure(model: Any, batch: int, args: argparse.Namespace, device: str, order
     length = args.context + args.new + max(args.lookup, default=0)
     length = -(-length // 256) * 256
     runs, rows, gaps = {}, {}, {}
-    for name in [*args.loops, *(f"kv lookup {count}" for count in args.lookup if batch == 1)]:
+    for name in [*args.loops, *(f"kv slots {count}" for count in args.slots), *(f"kv lookup {count}" for count in args.lookup if batch == 1)]:
         runs[name] = loop_of(name, model, length, batch, args.kv)
         first, _ = seconds(lambda run=runs[name]: run(ids, 1), device)
         first_use, _ = seconds(lambda run=runs[name]: run(ids, args.new), device)
@@ -137,6 +140,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--loops", nargs="+", choices=LOOPS, default=list(LOOPS))
     parser.add_argument("--kv", default="bf16", help="the format of the KVCache")
+    parser.add_argument("--slots", type=int, nargs="+", default=[], help="adds loops over a longer KVCache")
     parser.add_argument("--lookup", type=int, nargs="+", default=[], help="drafts a step: adds loops with prompt lookup")
     parser.add_argument("--wrong", type=int, default=0, help="with --lookup: the distance of wrong tokens in the prompt; 0: none is wrong")
     parser.add_argument("--candidates", nargs="*", default=[], help="kernels that are off by default")

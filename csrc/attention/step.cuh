@@ -100,7 +100,9 @@ template <typename F> struct NewRow16 {
 
 // Shared memory: tiles, as many as the call has stages, lie behind everything else.
 template <typename F> struct Memory {
-  static constexpr int kMostStages = most_of(least_of(kForTiles / Tile<F>::kBytes, 4), kLargeSharedMemory ? 2 : 1);
+  // Few warps run beside linear_chain, whose next block has its shared memory beside three stages, and not beside four.
+  static constexpr int kAtMost = F::kWarps == kFew ? 3 : 4;
+  static constexpr int kMostStages = most_of(least_of(kForTiles / Tile<F>::kBytes, kAtMost), kLargeSharedMemory ? 2 : 1);
   static constexpr int kMbarriers = Exchange<F>::kBytes, kNew = kMbarriers + (2 * kMostStages + 2) * 8, kMean = kNew + NewRow16<F>::kBytes;
   static constexpr int kTiles = (kMean + F::D * 4 + 127) / 128 * 128;
 

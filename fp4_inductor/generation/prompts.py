@@ -8,7 +8,7 @@ behind it; their keys and values lie behind the cache's counter, where nobody re
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ class _Captured:
 
     inputs: dict[str, Any]
     runner: Runner
-    logits: Tensor | None = None
+    logits: Tensor = field(default_factory=lambda: torch.empty(0))
 
 
 class ShortPrompts:
@@ -67,8 +67,7 @@ class ShortPrompts:
         """The logits behind a prompt that :meth:`why_not` has nothing against. They are those of the next call after it."""
         ids, positions = inputs["input_ids"], inputs.get("position_ids")
         rows, tokens = ids.shape
-        length = length_for(tokens, rows, self.cache.max_length - past)
-        assert length is not None
+        length = length_for(tokens, rows, self.cache.max_length - past) or tokens
         captured = self._captured.get((length, past == 0))
         if captured is None:
             captured = self._captured[length, past == 0] = self._make(rows, length, ids.device)
@@ -85,7 +84,6 @@ class ShortPrompts:
         if captured.runner.note:
             self.never = captured.runner.note
             record.notes.append(captured.runner.note)
-        assert captured.logits is not None
         return captured.logits
 
     def _make(self, rows: int, length: int, device: torch.device) -> _Captured:

@@ -44,12 +44,12 @@ def test_it_is_a_kv_cache():
 
 
 GIB = 1 << 30
-SIZES = [(36, 8, 1, 80, 1024), (36, 8, 8, 80, 512), (36, 8, 4, 24, 256), (2, 2, 1, 80, 1024), (80, 64, 64, 24, 256)]
+SIZES = [(36, 8, 1, 80, 4096), (36, 8, 8, 80, 512), (36, 8, 4, 24, 256), (2, 2, 1, 80, 4096), (80, 64, 64, 24, 256)]
 
 
 @pytest.mark.parametrize(("layers", "heads", "batch", "memory", "tokens"), SIZES)
 def test_how_long_it_is_at_least(layers, heads, batch, memory, tokens, monkeypatch):
-    """On a GPU what a 128th of its memory holds, 1,024 tokens at most, so that later calls with longer texts need no other graphs; on a CPU 256."""
+    """On a GPU what a 128th of its memory holds, 4,096 tokens at most, so that later calls with longer texts need no other graphs; on a CPU 256."""
     config = types.SimpleNamespace(num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=heads, head_dim=128)
     model = types.SimpleNamespace(config=types.SimpleNamespace(get_text_config=lambda decoder: config), dtype=torch.bfloat16, device=torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(total_memory=memory * GIB))
