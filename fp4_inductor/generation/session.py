@@ -12,7 +12,8 @@ from torch import Tensor
 
 from .._replay import Host, Runner, device_for
 from .._torch.compiling import Compiled
-from ..decoding import regions
+from ..decoding import layerwise, regions
+from ..decoding.layerwise import Layerwise
 from ..errors import FP4Error, NonFiniteError, ShapeError
 from . import caches
 from .lookup import Text
@@ -97,8 +98,8 @@ class Session:
             return model(**inputs, return_dict=True).logits[:, -1]
 
         self._prompt = Compiled(prompt_forward, compiled, "the prompt")
-        self._prompt_plain = prompt_forward
-        self._short = ShortPrompts(lambda inputs: self._prompt(**inputs), cache, self.device, self.accepts)
+        self._layers = Layerwise(model, cache) if compiled and not layerwise.why_not(model, cache) else None
+        self._short = ShortPrompts(self._forward_prompt, cache, self.device, self.accepts)
 
     def run(self, prompt: Prompt, plan: Plan, streamer: Any, record: GenerationRecord) -> Tensor:
         """Generate behind ``prompt``: int64 ``[new, B]`` on the device, new <= plan.new.
@@ -133,7 +134,8 @@ class Session:
                 raise NotServedError(str(error)) from error
             raise
         finally:
-            functions = (self._prompt, self._emit, *self._emits.values(), *self._forwards.values())
+            layers = self._layers.kinds.values() if self._layers is not None else ()
+            functions = (self._prompt, *layers, self._emit, *self._emits.values(), *self._forwards.values())
             record.notes += [f.note for f in functions if f.note and f.note not in record.notes]
             if outlet is not None:
                 outlet.end()
@@ -181,13 +183,19 @@ class Session:
         if self.compiled and not getattr(self.cache, "is_initialized", True):
             # Tensors that a compiled function allocates have no address that a later graph may rely on.
             record.notes.append("the prompt is not compiled: the cache was empty of tensors")
-            return self._prompt_plain(**inputs)
+            return self._prompt.plain(**inputs)
         with caches.starting(self.cache, past):
             why = self._short.why_not(inputs, past) if pad else "pad_prompts=False"
             if not why:
                 return self._short(inputs, past, record)
             record.prompt = f"as it is ({why})"
-            return self._prompt(**inputs_of(inputs))
+            return self._forward_prompt(inputs_of(inputs))
+
+    def _forward_prompt(self, inputs: dict[str, Any]) -> Tensor:
+        """Logits ``[B, V]`` of its last token."""
+        if self._layers is None or self._layers.notes:  # a layer that is not compiled by itself may be as part of the whole
+            return self._prompt(**inputs)
+        return self._layers.run(self._prompt.plain, inputs)
 
     def _buffers(self, logits: Tensor, plan: Plan, columns: int) -> tuple[State, Mail]:
         batch, vocabulary = logits.shape
