@@ -9,7 +9,7 @@ from torch._dynamo.utils import counters
 import fp4_inductor
 from fp4_inductor import NVFP4Config
 from fp4_inductor.decoding import layerwise, regions
-from fp4_inductor.generation import session
+from fp4_inductor.generation import prompts, session
 from lowering_tests.generation.conftest import build
 from lowering_tests.generation.test_short_prompts import Again
 
@@ -26,14 +26,23 @@ def quantized(family, **fields):
 
 
 @pytest.fixture(autouse=True)
-def anew():
+def device(monkeypatch):
+    """A device on which prompts are replayed."""
     torch._dynamo.reset()
     counters.clear()
+    made = Again()
+    monkeypatch.setattr(session, "device_for", lambda device: made)
+    return made
 
 
 @pytest.mark.parametrize(("family", "fields", "kinds"), [("qwen3", {}, 1), ("gemma3", MIXED, 2), ("qwen3_moe", {}, 1), ("gpt_oss", MIXED, 2)])
-def test_one_graph_a_kind_and_the_same_tokens(family, fields, kinds):
-    """An empty cache is another graph than one that holds tokens; windows of 16 slide. Another length is no other graph. The other graph is the sampling's."""
+def test_one_graph_a_kind_and_the_same_tokens(family, fields, kinds, monkeypatch):
+    """Prompts as they are, so that there may be windows, which slide: 16 tokens. Another length is no other graph.
+
+    An empty cache is another graph than one that holds tokens, and one graph is the sampling's.
+    """
+    monkeypatch.setattr(prompts, "_why_never", lambda *args: "")
+    monkeypatch.setattr(prompts, "length_for", lambda *args: None)
     model = quantized(family, **fields)
     cache, other = (fp4_inductor.KVCache(model, 256) for _ in range(2))
     made = []
@@ -51,10 +60,8 @@ def test_one_graph_a_kind_and_the_same_tokens(family, fields, kinds):
     assert made == [2 * kinds + 1] * 3
 
 
-def test_a_padded_prompt(monkeypatch):
+def test_a_padded_prompt():
     """Replayed, the counter is where the prompt ends."""
-    device = Again()
-    monkeypatch.setattr(session, "device_for", lambda device_: device)
     model = quantized("llama")
     cache = fp4_inductor.KVCache(model, 256)
     for tokens in (40, 17, 9):
@@ -89,10 +96,19 @@ def test_a_layer_that_is_not_compiled_by_itself(monkeypatch):
     assert counters["stats"]["unique_graphs"] == 2, "the whole prompt and the sampling"
 
 
-def test_where_prompts_are_compiled_as_a_whole():
+def test_where_prompts_are_compiled_as_a_whole(device):
+    """Where none is replayed, because none is to be or because the device cannot, too."""
     from transformers import StaticCache
 
     model = quantized("llama")
+    cache = fp4_inductor.KVCache(model, 256)
+    fp4_inductor.generate(model, IDS[:, :9], compiled=True, past_key_values=cache, pad_prompts=False, **GREEDY)
+    held = vars(cache)["_fp4_loop"].session
+    assert held._layers is not None and not held._layers.kinds
+    device.captures = False
+    other = fp4_inductor.KVCache(model, 256)
+    fp4_inductor.generate(model, IDS[:, :9], compiled=True, past_key_values=other, **GREEDY)
+    assert vars(other)["_fp4_loop"].session._layers is None
     assert layerwise.why_not(model, fp4_inductor.KVCache(model, 64)) == ""
     assert layerwise.why_not(model, StaticCache(config=model.config, max_cache_len=64)) == "not all layers of the cache are a KVCache's"
     few = quantized("llama", num_hidden_layers=2)

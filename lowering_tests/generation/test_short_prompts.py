@@ -45,8 +45,8 @@ def prompt_of(model) -> str:
 
 
 @pytest.mark.parametrize(("tokens", "rows", "room", "length"), [
-    (1, 1, 4096, 128), (128, 1, 128, 128), (129, 1, 4096, 256), (257, 1, 511, None), (2048, 1, 2048, 2048), (2049, 1, 4096, None),
-    (200, 8, 4096, 256), (257, 8, 4096, None), (500, 4, 4096, 512), (5, 17, 4096, None),
+    (1, 1, 4096, 128), (128, 1, 128, 128), (129, 1, 4096, 256), (257, 1, 511, None), (4096, 1, 4096, 4096), (4097, 1, 8192, None),
+    (500, 8, 4096, 512), (513, 8, 4096, None), (1000, 4, 4096, 1024), (5, 33, 4096, None),
 ])  # fmt: skip
 def test_lengths(tokens, rows, room, length):
     assert prompts.length_for(tokens, rows, room) == length
@@ -91,7 +91,7 @@ def test_a_text_that_goes_on():
         (25, "padded to 128 tokens, not replayed"),
         (38, "padded to 128 tokens, captured"),
         (134, "padded to 128 tokens, replayed"),
-        (180, "as it is (1 x 8 tokens, with room for 120 in the cache; padded are up to 2048)"),
+        (180, "as it is (1 x 8 tokens, with room for 120 in the cache; padded are up to 4096)"),
     ]
 
 
