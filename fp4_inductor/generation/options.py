@@ -38,8 +38,8 @@ class LoopOptions:
         seed: of the sampling, 0 to 2**63 - 1; None: a number from torch's generator, which ``torch.manual_seed`` sets.
         compiled: compile prompt and step with ``torch.compile``; None: on CUDA.
         pad_prompts: on CUDA, pad a prompt of up to 4,096 tokens, all rows together, to one of a few lengths and replay a CUDA graph for it, where cache and
-            model allow it (:mod:`fp4_inductor.generation.prompts`). Its logits are then those that the kernels for the padded length round to. Layers are then
-            compiled by themselves (:mod:`fp4_inductor.decoding.layerwise`), else the model as a whole, which takes longer once.
+            model allow it. Its logits are then those that the kernels for the padded length round to. Its layers are compiled by themselves; a prompt that
+            runs as it is is compiled as a whole, which takes longer once.
     """
 
     check_every: int = 8

@@ -2,7 +2,8 @@
 
 The host takes longer to launch the kernels of such a prompt than the GPU to run them (``benchmarks/NOTES.md``), and a graph for each length would be
 captured for one prompt alone. What a prompt is padded with are copies of its last token, at its position. Attention is causal, so that no token sees those
-behind it; their keys and values lie behind the cache's counter, where nobody reads them, and are written over.
+behind it; their keys and values lie behind the cache's counter, where nobody reads them, and are written over. In the ring of a sliding window they may take
+no place of old tokens: a prompt is padded only as far as the ring has not come round.
 """
 
 from __future__ import annotations
@@ -58,16 +59,20 @@ class ShortPrompts:
         if positions is not None and positions.shape != ids.shape:
             return f"positions of shape {tuple(positions.shape)}"
         rows, tokens = ids.shape
-        room = self.cache.max_length - past
+        room = self._room(past)
         if length_for(tokens, rows, room) is None:
             return f"{rows} x {tokens} tokens, with room for {room} in the cache; padded are up to {MOST}"
         return ""
+
+    def _room(self, past: int) -> int:
+        """How many tokens can be written behind ``past`` others so that no layer loses one."""
+        return min(self.cache.max_length, *(layer.keys.shape[2] for layer in self.cache.layers)) - past
 
     def __call__(self, inputs: dict[str, Any], past: int, record: GenerationRecord) -> Tensor:
         """The logits behind a prompt that :meth:`why_not` has nothing against. They are those of the next call after it."""
         ids, positions = inputs["input_ids"], inputs.get("position_ids")
         rows, tokens = ids.shape
-        length = length_for(tokens, rows, self.cache.max_length - past) or tokens
+        length = length_for(tokens, rows, self._room(past)) or tokens
         captured = self._captured.get((length, past == 0))
         if captured is None:
             captured = self._captured[length, past == 0] = self._make(rows, length, ids.device)
@@ -121,8 +126,6 @@ def _why_never(cache: Any, device: Host, accepts: set[str]) -> str:
     others = sorted({type(layer).__name__ for layer in cache.layers if not hasattr(layer, "window")})
     if others:
         return f"the cache has layers of {', '.join(others)}"
-    if any(layer.window is not None for layer in cache.layers):
-        return "tokens behind the prompt would take the place of old ones in a sliding window"
     if cache.format is not None:
         return f"tokens behind the prompt would count in the mean of K that {cache.format.name} keeps"
     if missing := sorted({"position_ids", "logits_to_keep"} - accepts):

@@ -22,7 +22,7 @@ from .lookup import forward_of as forward_of_drafts
 from .masks import Masks
 from .options import Lookup
 from .processors import Program, Stops
-from .prompts import ShortPrompts, inputs_of
+from .prompts import MOST, ShortPrompts, inputs_of
 from .record import GenerationRecord
 from .step import State, emit, forward_of, load_values, move_on
 from .streaming import Look, Mail, Outlet
@@ -99,7 +99,6 @@ class Session:
 
         self._prompt = Compiled(prompt_forward, compiled, "the prompt")
         self._short = ShortPrompts(self._forward_prompt, cache, self.device, self.accepts)
-        # Not where no prompt is replayed: calls of one layer after the other take the host 20 ms more (36 layers), for which every prompt would wait.
         self._layers = Layerwise(model, cache) if compiled and not self._short.never and not layerwise.why_not(model, cache) else None
 
     def run(self, prompt: Prompt, plan: Plan, streamer: Any, record: GenerationRecord) -> Tensor:
@@ -190,14 +189,17 @@ class Session:
             if not why:
                 return self._short(inputs, past, record)
             record.prompt = f"as it is ({why})"
-            return (self._forward_prompt if pad else self._whole_prompt)(inputs_of(inputs))
+            # The host takes 20 ms more to call 36 layers one after the other, for which a short prompt would wait, and a long one does not.
+            ids = inputs.get("input_ids")
+            is_long = pad and ids is not None and ids.numel() > MOST
+            return (self._forward_prompt if is_long else self._whole_prompt)(inputs_of(inputs))
 
     def _whole_prompt(self, inputs: dict[str, Any]) -> Tensor:
         """Logits ``[B, V]`` of its last token."""
         return self._prompt(**inputs)
 
     def _forward_prompt(self, inputs: dict[str, Any]) -> Tensor:
-        """The same, a layer after the other where that takes less time."""
+        """The same, a layer after the other, which is compiled in less time."""
         if self._layers is None or self._layers.notes or self._short.never:  # a layer that is not compiled by itself may be as part of the whole
             return self._whole_prompt(inputs)
         return self._layers.run(self._prompt.plain, inputs)

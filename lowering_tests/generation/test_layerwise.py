@@ -43,6 +43,7 @@ def test_one_graph_a_kind_and_the_same_tokens(family, fields, kinds, monkeypatch
     """
     monkeypatch.setattr(prompts, "_why_never", lambda *args: "")
     monkeypatch.setattr(prompts, "length_for", lambda *args: None)
+    monkeypatch.setattr(session, "MOST", 0)  # as the long prompts
     model = quantized(family, **fields)
     cache, other = (fp4_inductor.KVCache(model, 256) for _ in range(2))
     made = []
@@ -96,7 +97,7 @@ def test_a_layer_that_is_not_compiled_by_itself(monkeypatch):
     assert counters["stats"]["unique_graphs"] == 2, "the whole prompt and the sampling"
 
 
-def test_where_prompts_are_compiled_as_a_whole(device):
+def test_where_prompts_are_compiled_as_a_whole(device, monkeypatch):
     """Where none is replayed, because none is to be or because the device cannot, too."""
     from transformers import StaticCache
 
@@ -105,6 +106,10 @@ def test_where_prompts_are_compiled_as_a_whole(device):
     fp4_inductor.generate(model, IDS[:, :9], compiled=True, past_key_values=cache, pad_prompts=False, **GREEDY)
     held = vars(cache)["_fp4_loop"].session
     assert held._layers is not None and not held._layers.kinds
+    monkeypatch.setattr(prompts, "length_for", lambda *args: None)
+    cache.reset()
+    fp4_inductor.generate(model, IDS[:, :30], compiled=True, past_key_values=cache, **GREEDY)
+    assert not held._layers.kinds, "a short one that is not padded"
     device.captures = False
     other = fp4_inductor.KVCache(model, 256)
     fp4_inductor.generate(model, IDS[:, :9], compiled=True, past_key_values=other, **GREEDY)

@@ -95,15 +95,31 @@ def test_a_text_that_goes_on():
     ]
 
 
-@pytest.mark.parametrize(("family", "options", "why"), [
-    ("mistral", {}, "tokens behind the prompt would take the place of old ones in a sliding window"),
-    ("llama", {"kv": "fp8"}, "tokens behind the prompt would count in the mean of K that fp8 keeps"),
-])  # fmt: skip
-def test_caches_that_padding_would_change(family, options, why):
-    model = build(family)
-    cache = fp4_inductor.KVCache(model, 64, **options)
+def test_a_cache_that_padding_would_change():
+    model = build("llama")
+    cache = fp4_inductor.KVCache(model, 64, kv="fp8")
     fp4_inductor.generate(model, IDS[:, :9], past_key_values=cache, **GREEDY)
-    assert prompt_of(model) == f"as it is ({why})"
+    assert prompt_of(model) == "as it is (tokens behind the prompt would count in the mean of K that fp8 keeps)"
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma3"])
+def test_rings_that_do_not_come_round(family):
+    """Windows of 16 tokens in rings of 144: padded up to there, so that no token takes the place of another; then as it is."""
+    model = build(family)
+    cache = fp4_inductor.KVCache(model, 256)
+    text, said = IDS[:, :0], []
+    for tokens in (10, 20, 30):
+        text = torch.cat([text, IDS[:, 100 : 100 + tokens]], 1)
+        options = dict(attention_mask=torch.ones_like(text), **GREEDY)
+        wanted = model.generate(text, **options)
+        text = fp4_inductor.generate(model, text, past_key_values=cache, **options)
+        assert torch.equal(text, wanted)
+        said.append(prompt_of(model))
+    assert said == [
+        "padded to 128 tokens, not replayed",
+        "padded to 128 tokens, not replayed",  # behind 15 tokens
+        "as it is (1 x 31 tokens, with room for 103 in the cache; padded are up to 4096)",
+    ]
 
 
 def test_a_padded_batch_is_not_padded_again():
