@@ -83,6 +83,15 @@ def test_chain(tmp_path):
     assert [row["shape"] for row in rows] == ["dense", "experts"] and all(float(row["error"]) < 2e-2 for row in rows)
 
 
+def test_first_token(tmp_path):
+    pytest.importorskip("transformers")
+    run("first_token.py", "--smoke", "--forward", "7", "--out", str(tmp_path / "first.csv"))
+    rows = rows_of(tmp_path / "first.csv")
+    assert [(row["held"], row["prompt"]) for row in rows] == [(held, how) for held in "05" for how in ("as it is", "padded")]
+    assert all(float(row["ms"]) > 0 and float(row["forward_ms"]) > 0 for row in rows) and {row["gap"] for row in rows} == {"", "0.0"}
+    assert {*rows[0]} == {*rows_of(BENCHMARKS / "results" / "first_token.csv")[0]}
+
+
 def test_cached_prompt(tmp_path):
     for window in ((), ("--window", "30")):
         run("cached_prompt.py", "--smoke", *window, "--out", str(tmp_path / "prompt.csv"))

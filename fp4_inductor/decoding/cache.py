@@ -217,6 +217,7 @@ class KVCache(Cache):
                 else:
                     layers.append(STATIC_LAYER_TYPE_MAPPING[kind](max_cache_len=max_length, **own))
         super().__init__(layers=layers)
+        self._static = super().is_compileable
         ours = self._ours
         ours[0].first = ours[-1].last = True
         for tensor in (self.counter.position, self.counter.arrivals, *(t for layer in ours for t in layer.tensors)):
@@ -227,6 +228,11 @@ class KVCache(Cache):
     @property
     def _ours(self) -> list[KVLayer]:
         return [layer for layer in self.layers if isinstance(layer, KVLayer)]
+
+    @property
+    def is_compileable(self) -> bool:
+        """Are all layers of fixed size? Asked for each layer of a model that is traced, so not by looking at all of them each time."""
+        return self._static
 
     @property
     def max_length(self) -> int:

@@ -8,6 +8,8 @@ no place of old tokens: a prompt is padded only as far as the ring has not come 
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,9 +45,10 @@ class _Captured:
 class ShortPrompts:
     """Runs prompts over ``cache`` by ``forward(inputs)``, which gives logits ``[B, V]`` of the token ``inputs["logits_to_keep"]``."""
 
-    def __init__(self, forward: Callable[[dict[str, Any]], Tensor], cache: Any, device: Host, accepts: set[str]):
+    def __init__(self, forward: Callable[[dict[str, Any]], Tensor], cache: Any, device: Host, model: Any, accepts: set[str]):
         self.forward, self.cache, self.device = forward, cache, device
-        self.never = _why_never(cache, device, accepts)
+        self.by_index = _takes_index(model)
+        self.never = _why_never(cache, device, accepts if self.by_index else accepts - {"logits_to_keep"})
         self._captured: dict[tuple[int, bool], _Captured] = {}
 
     def why_not(self, inputs: dict[str, Any], past: int) -> str:
@@ -91,10 +94,23 @@ class ShortPrompts:
             record.notes.append(captured.runner.note)
         return captured.logits
 
+    def inputs_of(self, given: dict[str, Any]) -> dict[str, Any]:
+        """The inputs ``given`` of a prompt so that one compiled graph serves all lengths, padded or not.
+
+        That of a prompt alone is told by a tensor which token's logits are wanted.
+        """
+        for value in given.values():
+            if isinstance(value, Tensor) and value.dim() == 2:  # [B, tokens]
+                may_vary(value, 1)
+        if not self.by_index or set(given) != _SERVED or given["logits_to_keep"] != 1:
+            return given
+        ids = given["input_ids"]
+        return {name: given[name] for name in _ORDER} | {"logits_to_keep": torch.full((1,), ids.shape[1] - 1, dtype=torch.int64, device=ids.device)}
+
     def _make(self, rows: int, length: int, device: torch.device) -> _Captured:
         with caches.allocating():
             ids, positions = (torch.zeros((rows, length), dtype=torch.int64, device=device) for _ in range(2))
-            inputs = inputs_of(dict(zip(_ORDER, (ids, positions, self.cache, True, 1), strict=True)))
+            inputs = self.inputs_of(dict(zip(_ORDER, (ids, positions, self.cache, True, 1), strict=True)))
 
         def run() -> None:
             captured.logits = self.forward(inputs)
@@ -104,18 +120,13 @@ class ShortPrompts:
         return captured
 
 
-def inputs_of(given: dict[str, Any]) -> dict[str, Any]:
-    """The inputs ``given`` of a prompt so that one compiled graph serves all lengths, a padded one of :class:`ShortPrompts` too.
-
-    That of a prompt alone is told by a tensor which token's logits are wanted.
-    """
-    for value in given.values():
-        if isinstance(value, Tensor) and value.dim() == 2:  # [B, tokens]
-            may_vary(value, 1)
-    if set(given) != _SERVED or given["logits_to_keep"] != 1:
-        return given
-    ids = given["input_ids"]
-    return {name: given[name] for name in _ORDER} | {"logits_to_keep": torch.full((1,), ids.shape[1] - 1, dtype=torch.int64, device=ids.device)}
+def _takes_index(model: Any) -> bool:
+    """Does the model's code tell an index of the tokens whose logits are wanted from their number? Other code would take one for the other."""
+    owner = next(cls for cls in type(model).__mro__ if "forward" in vars(cls))
+    try:
+        return "isinstance(logits_to_keep, int)" in inspect.getsource(sys.modules[owner.__module__])
+    except (KeyError, OSError, TypeError):  # no file
+        return False
 
 
 def _why_never(cache: Any, device: Host, accepts: set[str]) -> str:
@@ -129,5 +140,5 @@ def _why_never(cache: Any, device: Host, accepts: set[str]) -> str:
     if cache.format is not None:
         return f"tokens behind the prompt would count in the mean of K that {cache.format.name} keeps"
     if missing := sorted({"position_ids", "logits_to_keep"} - accepts):
-        return f"the model takes no {' and no '.join(missing)}"
+        return f"the model takes no {' and no '.join(missing)}" + (" by index" if missing == ["logits_to_keep"] else "")
     return ""

@@ -22,7 +22,7 @@ from .lookup import forward_of as forward_of_drafts
 from .masks import Masks
 from .options import Lookup
 from .processors import Program, Stops
-from .prompts import MOST, ShortPrompts, inputs_of
+from .prompts import MOST, ShortPrompts
 from .record import GenerationRecord
 from .step import State, emit, forward_of, load_values, move_on
 from .streaming import Look, Mail, Outlet
@@ -98,7 +98,7 @@ class Session:
             return model(**inputs, return_dict=True).logits[:, -1]
 
         self._prompt = Compiled(prompt_forward, compiled, "the prompt")
-        self._short = ShortPrompts(self._forward_prompt, cache, self.device, self.accepts)
+        self._short = ShortPrompts(self._forward_prompt, cache, self.device, model, self.accepts)
         self._layers = Layerwise(model, cache) if compiled and not self._short.never and not layerwise.why_not(model, cache) else None
 
     def run(self, prompt: Prompt, plan: Plan, streamer: Any, record: GenerationRecord) -> Tensor:
@@ -192,7 +192,7 @@ class Session:
             # The host takes 20 ms more to call 36 layers one after the other, for which a short prompt would wait, and a long one does not.
             ids = inputs.get("input_ids")
             is_long = pad and ids is not None and ids.numel() > MOST
-            return (self._forward_prompt if is_long else self._whole_prompt)(inputs_of(inputs))
+            return (self._forward_prompt if is_long else self._whole_prompt)(self._short.inputs_of(inputs))
 
     def _whole_prompt(self, inputs: dict[str, Any]) -> Tensor:
         """Logits ``[B, V]`` of its last token."""

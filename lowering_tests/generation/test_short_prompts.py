@@ -3,6 +3,9 @@ which no capture may do."""
 
 from __future__ import annotations
 
+import inspect
+import sys
+
 import pytest
 import torch
 
@@ -120,6 +123,16 @@ def test_rings_that_do_not_come_round(family):
         "padded to 128 tokens, not replayed",  # behind 15 tokens
         "as it is (1 x 31 tokens, with room for 103 in the cache; padded are up to 4096)",
     ]
+
+
+def test_a_model_that_takes_a_number_of_logits_alone(monkeypatch):
+    """Its code would read the index of the last token as how many are wanted."""
+    model = build("llama")
+    source = inspect.getsource(sys.modules[type(model).__module__])
+    monkeypatch.setattr(inspect, "getsource", lambda module: source.replace("if isinstance(logits_to_keep, int) else logits_to_keep", ""))
+    wanted = model.generate(IDS[:, :9], **GREEDY)
+    assert torch.equal(fp4_inductor.generate(model, IDS[:, :9], **GREEDY), wanted)
+    assert prompt_of(model) == "as it is (the model takes no logits_to_keep by index)"
 
 
 def test_a_padded_batch_is_not_padded_again():
