@@ -61,6 +61,8 @@ class ShortPrompts:
             return f"the model is given {', '.join(others) or 'no tokens'}"
         if positions is not None and positions.shape != ids.shape:
             return f"positions of shape {tuple(positions.shape)}"
+        if self.cache.format is not None and past == 0:
+            return f"tokens behind the first prompt would count in the mean of K that {self.cache.format.name} keeps"
         rows, tokens = ids.shape
         room = self._room(past)
         if length_for(tokens, rows, room) is None:
@@ -137,8 +139,8 @@ def _why_never(cache: Any, device: Host, accepts: set[str]) -> str:
     others = sorted({type(layer).__name__ for layer in cache.layers if not hasattr(layer, "window")})
     if others:
         return f"the cache has layers of {', '.join(others)}"
-    if cache.format is not None:
-        return f"tokens behind the prompt would count in the mean of K that {cache.format.name} keeps"
+    if cache.format is not None and cache.format.exact:
+        return f"tokens behind the prompt would take the place of exact ones that {cache.format.name} keeps"
     if missing := sorted({"position_ids", "logits_to_keep"} - accepts):
         return f"the model takes no {' and no '.join(missing)}" + (" by index" if missing == ["logits_to_keep"] else "")
     return ""

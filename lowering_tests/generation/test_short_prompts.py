@@ -98,11 +98,33 @@ def test_a_text_that_goes_on():
     ]
 
 
-def test_a_cache_that_padding_would_change():
-    model = build("llama")
-    cache = fp4_inductor.KVCache(model, 64, kv="fp8")
+@pytest.mark.parametrize("kv", ["fp8", "k8v4"])
+def test_caches_with_a_mean(kv):
+    """Padding would count in the mean of K, which is that of the first prompt. Later ones are padded, and the cache holds what it would without."""
+    model = build("llama", head_dim=16)
+    found = {}
+    for pad in (True, False):
+        cache = fp4_inductor.KVCache(model, 256, kv=kv)
+        for tokens, how in (
+            (9, f"as it is (tokens behind the first prompt would count in the mean of K that {kv} keeps)"),
+            (30, "padded to 128 tokens, not replayed"),
+        ):
+            ids = IDS[:, :tokens]
+            options = dict(attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=1, do_sample=False)
+            fp4_inductor.generate(model, ids, pad_prompts=pad, **options)
+            assert prompt_of(model) == (how if pad else "as it is (pad_prompts=False)")
+        found[pad] = cache.state_dict()
+    assert int(found[True]["position"]) == 30
+    for name, held in found[False].items():
+        other = found[True][name]
+        assert torch.allclose(held.float(), other.float(), rtol=0.1, atol=1e-3) or (held != other).float().mean() < 0.02, name
+
+
+def test_a_cache_with_exact_tokens():
+    model = build("llama", head_dim=16)
+    cache = fp4_inductor.KVCache(model, 256, kv="nvfp4")
     fp4_inductor.generate(model, IDS[:, :9], past_key_values=cache, **GREEDY)
-    assert prompt_of(model) == "as it is (tokens behind the prompt would count in the mean of K that fp8 keeps)"
+    assert prompt_of(model) == "as it is (tokens behind the prompt would take the place of exact ones that nvfp4 keeps)"
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma3"])
