@@ -95,6 +95,7 @@ class Cuda(Host):
             with torch.cuda.device(self.device):
                 generator = torch.cuda.default_generators[torch.cuda.current_device()]
             generator.graphsafe_set_state(generator.clone_state())
+            self._pool = torch.cuda.graph_pool_handle()  # torch may still count the old one as that of a capture under way, and refuse it
             raise
         return graph
 

@@ -142,3 +142,16 @@ def test_padded_prompts_are_replayed(family, quantized):
     assert found[True][0] == found[True][1] == found[True][2]
     assert quantized or found[False][0] == found[True][0]
     assert set(said[False]) == {"as it is"} and {how.rpartition(", ")[2] for how in said[True]} == {"replayed"}
+
+
+def test_steps_are_captured_behind_a_prompt_that_cannot_be():
+    """Transformers' own experts ask the GPU how many tokens each has, where there are many."""
+    model, ids = build("qwen3_moe").cuda(), IDS.cuda()
+    options = dict(max_new_tokens=20, do_sample=False)
+    wanted = model.generate(ids, **options)
+    for _ in range(2):
+        fp4_inductor.generate(model, ids, **options | {"max_new_tokens": 1})
+    assert [note for note in fp4_inductor.generation_record(model).notes if note.startswith("the prompt is not captured: ")]
+    assert torch.equal(fp4_inductor.generate(model, ids, **options), wanted)
+    record = fp4_inductor.generation_record(model)
+    assert record.captures == 1 and record.replays == 19 - Runner.WARM
