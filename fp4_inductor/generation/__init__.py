@@ -1,8 +1,8 @@
 """F4: ``generate()`` with every step on the device. Importing this package does not import transformers.
 
 ``loop.py`` has the two doors, ``options.py`` and ``reasons.py`` what is refused and what runs Transformers' loop, ``session.py`` the loop over a cache,
-``step.py`` one step, ``lookup.py`` one with drafts from the text, ``sampling.py`` and ``processors.py`` the choice of a token, ``aside.py`` what takes all
-traces of a call off the model. What is specific to CUDA is in ``_replay.py``.
+``prompts.py`` prompts that are padded and replayed, ``step.py`` one step, ``lookup.py`` one with drafts from the text, ``sampling.py`` and ``processors.py``
+the choice of a token, ``aside.py`` what takes all traces of a call off the model. What is specific to CUDA is in ``_replay.py``.
 """
 
 from __future__ import annotations
