@@ -22,7 +22,8 @@ from .._torch.static import may_vary
 from . import caches
 from .record import GenerationRecord
 
-LENGTHS = (128, 256, 512, 768, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096)
+# Up to 32 tokens products are decode kernels, exact in the activations; above, prompts are multiplied in FP8 where ``prefill`` says so.
+LENGTHS = (32, 128, 256, 512, 768, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096)
 MOST = 4096  # tokens of all rows together: beyond that the GPU takes longer than the host, whose work is not waited for then
 _ORDER = ("input_ids", "position_ids", "past_key_values", "use_cache", "logits_to_keep")  # of the model's inputs: one graph, one order
 _SERVED = set(_ORDER)

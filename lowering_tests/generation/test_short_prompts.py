@@ -48,8 +48,8 @@ def prompt_of(model) -> str:
 
 
 @pytest.mark.parametrize(("tokens", "rows", "room", "length"), [
-    (1, 1, 4096, 128), (128, 1, 128, 128), (129, 1, 4096, 256), (257, 1, 511, None), (4096, 1, 4096, 4096), (4097, 1, 8192, None),
-    (500, 8, 4096, 512), (513, 8, 4096, None), (1000, 4, 4096, 1024), (5, 33, 4096, None),
+    (1, 1, 4096, 32), (33, 1, 4096, 128), (128, 1, 128, 128), (129, 1, 4096, 256), (257, 1, 511, None), (4096, 1, 4096, 4096), (4097, 1, 8192, None),
+    (500, 8, 4096, 512), (513, 8, 4096, None), (1000, 4, 4096, 1024), (5, 33, 4096, 32), (5, 129, 4096, None),
 ])  # fmt: skip
 def test_lengths(tokens, rows, room, length):
     assert prompts.length_for(tokens, rows, room) == length
@@ -57,21 +57,21 @@ def test_lengths(tokens, rows, room, length):
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "mixtral", "qwen3_moe"])
 def test_tokens_are_those_of_transformers(family):
-    """Of prompts of several lengths, of which the second to be padded to 128 is captured and the third replayed; and of a batch."""
+    """Of prompts of several lengths, of which the second to be padded to 32 is captured and the third replayed; and of a batch."""
     model = build(family, max_position_embeddings=1024)
     for tokens, how in (
         (300, "padded to 512 tokens, not replayed"),
-        (9, "padded to 128 tokens, not replayed"),
-        (40, "padded to 128 tokens, captured"),
-        (1, "padded to 128 tokens, replayed"),
-        (128, "padded to 128 tokens, replayed"),
+        (9, "padded to 32 tokens, not replayed"),
+        (20, "padded to 32 tokens, captured"),
+        (1, "padded to 32 tokens, replayed"),
+        (128, "padded to 128 tokens, not replayed"),
     ):
         ids = IDS[:, :tokens]
         assert torch.equal(fp4_inductor.generate(model, ids, **GREEDY), model.generate(ids, **GREEDY)), tokens
         assert prompt_of(model) == how
     batch = IDS[:, :60].view(3, 20)
     assert torch.equal(fp4_inductor.generate(model, batch, **GREEDY), model.generate(batch, **GREEDY))
-    assert prompt_of(model) == "padded to 128 tokens, not replayed"
+    assert prompt_of(model) == "padded to 32 tokens, not replayed"
 
 
 def test_a_text_that_goes_on():
@@ -80,7 +80,7 @@ def test_a_text_that_goes_on():
     cache = fp4_inductor.KVCache(model, 300)
     text = IDS[:, :0]
     said = []
-    for tokens in (20, 7, 90, 40, 7):
+    for tokens in (20, 7, 90, 40, 60):
         text = torch.cat([text, IDS[:, :tokens]], 1)
         mask = torch.ones_like(text)  # a token that was generated may be that for padding
         wanted = model.generate(text, attention_mask=mask, **GREEDY)
@@ -90,11 +90,11 @@ def test_a_text_that_goes_on():
         assert int(cache.counter.position) == text.shape[1] - 1
         said.append((before, prompt_of(model)))
     assert said == [
-        (0, "padded to 128 tokens, not replayed"),  # of an empty cache: another graph than behind tokens
-        (25, "padded to 128 tokens, not replayed"),
-        (38, "padded to 128 tokens, captured"),
-        (134, "padded to 128 tokens, replayed"),
-        (180, "as it is (1 x 8 tokens, with room for 120 in the cache; padded are up to 4096)"),
+        (0, "padded to 32 tokens, not replayed"),  # of an empty cache: another graph than behind tokens
+        (25, "padded to 32 tokens, not replayed"),
+        (38, "padded to 128 tokens, not replayed"),
+        (134, "padded to 128 tokens, captured"),
+        (180, "as it is (1 x 61 tokens, with room for 120 in the cache; padded are up to 4096)"),
     ]
 
 
@@ -107,7 +107,7 @@ def test_caches_with_a_mean(kv):
         cache = fp4_inductor.KVCache(model, 256, kv=kv)
         for tokens, how in (
             (9, f"as it is (tokens behind the first prompt would count in the mean of K that {kv} keeps)"),
-            (30, "padded to 128 tokens, not replayed"),
+            (30, "padded to 32 tokens, not replayed"),
         ):
             ids = IDS[:, :tokens]
             options = dict(attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=1, do_sample=False)
@@ -133,7 +133,7 @@ def test_rings_that_do_not_come_round(family):
     model = build(family)
     cache = fp4_inductor.KVCache(model, 256)
     text, said = IDS[:, :0], []
-    for tokens in (10, 20, 30):
+    for tokens in (10, 20, 60):
         text = torch.cat([text, IDS[:, 100 : 100 + tokens]], 1)
         options = dict(attention_mask=torch.ones_like(text), **GREEDY)
         wanted = model.generate(text, **options)
@@ -141,9 +141,9 @@ def test_rings_that_do_not_come_round(family):
         assert torch.equal(text, wanted)
         said.append(prompt_of(model))
     assert said == [
-        "padded to 128 tokens, not replayed",
-        "padded to 128 tokens, not replayed",  # behind 15 tokens
-        "as it is (1 x 31 tokens, with room for 103 in the cache; padded are up to 4096)",
+        "padded to 32 tokens, not replayed",
+        "padded to 32 tokens, not replayed",  # behind 15 tokens
+        "as it is (1 x 61 tokens, with room for 103 in the cache; padded are up to 4096)",
     ]
 
 
@@ -190,7 +190,7 @@ def test_a_prompt_that_cannot_be_captured_runs_as_it_is_from_then_on(device, mon
     monkeypatch.setattr(device, "capture", lambda step: (_ for _ in ()).throw(RuntimeError("not permitted")))
     found = [(fp4_inductor.generate(model, ids, **GREEDY), prompt_of(model)) for ids in (IDS[:, :9], IDS[:, :20], IDS[:, :30])]
     note = "the prompt is not captured: not permitted"
-    assert [how for _, how in found] == ["padded to 128 tokens, not replayed", "padded to 128 tokens, not replayed", f"as it is ({note})"]
+    assert [how for _, how in found] == ["padded to 32 tokens, not replayed", "padded to 32 tokens, not replayed", f"as it is ({note})"]
     for tokens, ids in zip(found, (IDS[:, :9], IDS[:, :20], IDS[:, :30]), strict=True):
         assert torch.equal(tokens[0], model.generate(ids, **GREEDY))
 
@@ -201,7 +201,7 @@ def test_it_is_compiled_once_for_all_lengths():
     cache = fp4_inductor.KVCache(model, 300)
     torch._dynamo.reset()
     said, graphs = [], []
-    for tokens in (9, 200, 290):
+    for tokens in (40, 200, 290):
         fp4_inductor.generate(model, IDS[:, :tokens], compiled=True, max_new_tokens=1, past_key_values=cache)
         cache.reset()
         said.append(prompt_of(model).partition(" (")[0])
