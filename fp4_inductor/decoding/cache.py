@@ -230,6 +230,11 @@ class KVCache(Cache):
         return [layer for layer in self.layers if isinstance(layer, KVLayer)]
 
     @property
+    def others(self) -> list[str]:
+        """The names of the layers' types that are Transformers' own."""
+        return sorted({type(layer).__name__ for layer in self.layers if not isinstance(layer, KVLayer)})
+
+    @property
     def is_compileable(self) -> bool:
         """Are all layers of fixed size? Asked for each layer of a model that is traced, so not by looking at all of them each time."""
         return self._static

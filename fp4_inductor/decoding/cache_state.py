@@ -134,7 +134,5 @@ def _check(part: Part, saved: Tensor, at: int) -> None:
 
 
 def _check_layers(cache: Any, what: str) -> None:
-    ours = cache._ours
-    others = sorted({type(layer).__name__ for layer in cache.layers if layer not in ours})
-    if others:
-        raise UnsupportedOpError(f"KVCache.{what}: layers of Transformers' own", value=others, limit="KVLayer", remedy="Run the prompt again.")
+    if cache.others:
+        raise UnsupportedOpError(f"KVCache.{what}: layers of Transformers' own", value=cache.others, limit="KVLayer", remedy="Run the prompt again.")

@@ -49,7 +49,7 @@ def why_not(model: Any, cache: Any) -> str:
     if ranks_of(model) is not None:
         return "the model is distributed"
     layers = regions.decoder_layers(model)
-    if not isinstance(cache, KVCache) or not all(isinstance(layer, KVLayer) for layer in cache.layers):
+    if not isinstance(cache, KVCache) or cache.others:
         return "not all layers of the cache are a KVCache's"
     if len(layers) != len(cache.layers) or not all(map(regions.is_marked, layers)):
         return "not all decoder layers are regions"
@@ -64,9 +64,9 @@ class Layerwise:
         self.kinds: dict[tuple, Compiled] = {}
         self._of: dict[int, tuple[tuple, OneLayer]] = {}
         with torch.inference_mode(False):
-            for layer, held in zip(regions.decoder_layers(model), cache.layers, strict=True):
-                kind = (type(layer), tuple(type(m) for m in layer.modules()), getattr(held, "window", None))
-                self._of[id(layer)] = kind, OneLayer(held)  # type: ignore[arg-type]
+            for layer, held in zip(regions.decoder_layers(model), cache._ours, strict=True):
+                kind = (type(layer), tuple(type(m) for m in layer.modules()), held.window)
+                self._of[id(layer)] = kind, OneLayer(held)
 
     @property
     def notes(self) -> list[str]:
@@ -81,10 +81,9 @@ class Layerwise:
 
     def _call(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         kind, cache = self._of[id(layer)]
-        name = "cache" if "cache" in kwargs else "past_key_values"
         tokens = args[0].shape[1] if args else kwargs["hidden_states"].shape[1]
         tokens_may_vary((args, kwargs), tokens)
         key = (*kind, self.cache.counter.starts)
         if key not in self.kinds:  # each has torch.compile's number of graphs to itself
             self.kinds[key] = Compiled(regions.call_layer, True, f"a layer of a prompt ({type(layer).__name__})")
-        return self.kinds[key](layer, *args, **kwargs | {name: cache})
+        return self.kinds[key](layer, *args, **kwargs | {regions.cache_name(kwargs): cache})

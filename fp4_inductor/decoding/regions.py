@@ -103,6 +103,11 @@ def is_marked(layer: nn.Module) -> bool:
     return getattr(vars(layer).get("forward"), "__func__", None) is _forward_of(type(layer))  # type: ignore[arg-type]
 
 
+def cache_name(kwargs: dict[str, Any]) -> str:
+    """What a layer calls its cache: ``cache`` from Transformers 5.24 on."""
+    return "past_key_values" if "past_key_values" in kwargs else "cache"
+
+
 def call_layer(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The forward of its class."""
     return type(layer).forward(layer, *args, **kwargs)
@@ -114,7 +119,7 @@ def _forward_of(cls: type[nn.Module]) -> Any:
 
     @functools.wraps(cls.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        cache = kwargs.get("past_key_values", kwargs.get("cache"))  # its name from Transformers 5.24 on
+        cache = kwargs.get(cache_name(kwargs))
         if torch.compiler.is_compiling():
             if _is_region(cache):
                 return region(self, *args, **kwargs)

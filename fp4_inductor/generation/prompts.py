@@ -52,33 +52,33 @@ class ShortPrompts:
         self.never = _why_never(cache, device, accepts if self.by_index else accepts - {"logits_to_keep"})
         self._captured: dict[tuple[int, bool], _Captured] = {}
 
-    def why_not(self, inputs: dict[str, Any], past: int) -> str:
-        """Why a prompt with these ``inputs`` behind ``past`` tokens runs as it is; empty: it does not."""
+    def length_of(self, inputs: dict[str, Any], past: int) -> tuple[int, str]:
+        """What a prompt with these ``inputs`` behind ``past`` tokens is padded to, and nothing; or 0, and why it runs as it is."""
         if self.never:
-            return self.never
+            return 0, self.never
         others = sorted(name for name, value in inputs.items() if value is not None and name not in _SERVED)
         ids, positions = inputs.get("input_ids"), inputs.get("position_ids")
         if others or ids is None:
-            return f"the model is given {', '.join(others) or 'no tokens'}"
+            return 0, f"the model is given {', '.join(others) or 'no tokens'}"
         if positions is not None and positions.shape != ids.shape:
-            return f"positions of shape {tuple(positions.shape)}"
+            return 0, f"positions of shape {tuple(positions.shape)}"
         if self.cache.format is not None and past == 0:
-            return f"tokens behind the first prompt would count in the mean of K that {self.cache.format.name} keeps"
+            return 0, f"tokens behind the first prompt would count in the mean of K that {self.cache.format.name} keeps"
         rows, tokens = ids.shape
         room = self._room(past)
-        if length_for(tokens, rows, room) is None:
-            return f"{rows} x {tokens} tokens, with room for {room} in the cache; padded are up to {MOST}"
-        return ""
+        length = length_for(tokens, rows, room)
+        if length is None:
+            return 0, f"{rows} x {tokens} tokens, with room for {room} in the cache; padded are up to {MOST}"
+        return length, ""
 
     def _room(self, past: int) -> int:
         """How many tokens can be written behind ``past`` others so that no layer loses one."""
         return min(self.cache.max_length, *(layer.keys.shape[2] for layer in self.cache.layers)) - past
 
-    def __call__(self, inputs: dict[str, Any], past: int, record: GenerationRecord) -> Tensor:
-        """The logits behind a prompt that :meth:`why_not` has nothing against. They are those of the next call after it."""
+    def __call__(self, inputs: dict[str, Any], past: int, length: int, record: GenerationRecord) -> Tensor:
+        """The logits behind a prompt, padded to the ``length`` of :meth:`length_of`. They are those of the next call after it."""
         ids, positions = inputs["input_ids"], inputs.get("position_ids")
         rows, tokens = ids.shape
-        length = length_for(tokens, rows, self._room(past)) or tokens
         captured = self._captured.get((length, past == 0))
         if captured is None:
             captured = self._captured[length, past == 0] = self._make(rows, length, ids.device)
@@ -137,9 +137,8 @@ def _why_never(cache: Any, device: Host, accepts: set[str]) -> str:
         return "the device captures no graphs"
     if not caches.is_ours(cache):
         return f"a {type(cache).__name__}"
-    others = sorted({type(layer).__name__ for layer in cache.layers if not hasattr(layer, "window")})
-    if others:
-        return f"the cache has layers of {', '.join(others)}"
+    if cache.others:
+        return f"the cache has layers of {', '.join(cache.others)}"
     if cache.format is not None and cache.format.exact:
         return f"tokens behind the prompt would take the place of exact ones that {cache.format.name} keeps"
     if missing := sorted({"position_ids", "logits_to_keep"} - accepts):

@@ -185,23 +185,20 @@ class Session:
             record.notes.append("the prompt is not compiled: the cache was empty of tensors")
             return self._prompt.plain(**inputs)
         with caches.starting(self.cache, past):
-            why = self._short.why_not(inputs, past) if pad else "pad_prompts=False"
-            if not why:
-                return self._short(inputs, past, record)
+            length, why = self._short.length_of(inputs, past) if pad else (0, "pad_prompts=False")
+            if length:
+                return self._short(inputs, past, length, record)
             record.prompt = f"as it is ({why})"
             # The host takes 20 ms more to call 36 layers one after the other, for which a short prompt would wait, and a long one does not.
             ids = inputs.get("input_ids")
             is_long = pad and ids is not None and ids.numel() > MOST
-            return (self._forward_prompt if is_long else self._whole_prompt)(self._short.inputs_of(inputs))
-
-    def _whole_prompt(self, inputs: dict[str, Any]) -> Tensor:
-        """Logits ``[B, V]`` of its last token."""
-        return self._prompt(**inputs)
+            inputs = self._short.inputs_of(inputs)
+            return self._forward_prompt(inputs) if is_long else self._prompt(**inputs)
 
     def _forward_prompt(self, inputs: dict[str, Any]) -> Tensor:
-        """The same, a layer after the other, which is compiled in less time."""
+        """Logits ``[B, V]`` of its last token, by one layer after the other, which are compiled in less time."""
         if self._layers is None or self._layers.notes or self._short.never:  # a layer that is not compiled by itself may be as part of the whole
-            return self._whole_prompt(inputs)
+            return self._prompt(**inputs)
         return self._layers.run(self._prompt.plain, inputs)
 
     def _buffers(self, logits: Tensor, plan: Plan, columns: int) -> tuple[State, Mail]:

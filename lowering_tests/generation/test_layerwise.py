@@ -9,9 +9,9 @@ from torch._dynamo.utils import counters
 import fp4_inductor
 from fp4_inductor import NVFP4Config
 from fp4_inductor.decoding import layerwise, regions
-from fp4_inductor.generation import prompts, session
+from fp4_inductor.generation import caches, prompts, session
 from lowering_tests.generation.conftest import build
-from lowering_tests.generation.test_short_prompts import Again
+from lowering_tests.generation.standin import Again
 
 IDS = torch.randint(3, 128, (1, 200), generator=torch.Generator().manual_seed(3))
 MIXED = {"num_hidden_layers": 8, "layer_types": ["sliding_attention", "full_attention"] * 4}
@@ -104,7 +104,7 @@ def test_where_prompts_are_compiled_as_a_whole(device, monkeypatch):
     model = quantized("llama")
     cache = fp4_inductor.KVCache(model, 256)
     fp4_inductor.generate(model, IDS[:, :9], compiled=True, past_key_values=cache, pad_prompts=False, **GREEDY)
-    held = vars(cache)["_fp4_loop"].session
+    held = caches.holder_of(cache).session
     assert held._layers is not None and not held._layers.kinds
     monkeypatch.setattr(prompts, "length_for", lambda *args: None)
     cache.reset()
@@ -113,7 +113,7 @@ def test_where_prompts_are_compiled_as_a_whole(device, monkeypatch):
     device.captures = False
     other = fp4_inductor.KVCache(model, 256)
     fp4_inductor.generate(model, IDS[:, :9], compiled=True, past_key_values=other, **GREEDY)
-    assert vars(other)["_fp4_loop"].session._layers is None
+    assert caches.holder_of(other).session._layers is None
     assert layerwise.why_not(model, fp4_inductor.KVCache(model, 64)) == ""
     assert layerwise.why_not(model, StaticCache(config=model.config, max_cache_len=64)) == "not all layers of the cache are a KVCache's"
     few = quantized("llama", num_hidden_layers=2)

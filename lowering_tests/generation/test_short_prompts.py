@@ -13,25 +13,10 @@ import fp4_inductor
 from fp4_inductor._replay import Host
 from fp4_inductor.generation import prompts, session
 from lowering_tests.generation.conftest import build
+from lowering_tests.generation.standin import Again
 
 IDS = torch.randint(3, 128, (1, 300), generator=torch.Generator().manual_seed(3))
 GREEDY = dict(max_new_tokens=6, do_sample=False)
-
-
-class Again(Host):
-    """A device whose graphs are the Python functions that were captured."""
-
-    captures = True
-
-    def __init__(self):
-        self.replays = 0
-
-    def capture(self, step):
-        def replay():
-            self.replays += 1
-            step()
-
-        return type("Graph", (), {"replay": staticmethod(replay)})()
 
 
 @pytest.fixture(autouse=True)
