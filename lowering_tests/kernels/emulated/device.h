@@ -21,7 +21,7 @@ inline uint4 load_read_only(const void* p) { return *(const uint4*)p; }
 inline uint4 load_or_zero(const void* p, bool live) { return live ? *(const uint4*)p : uint4{}; }
 inline void griddepcontrol_wait() { emulated::griddepcontrol_wait(); }
 inline void griddepcontrol_launch_dependents() { emulated::griddepcontrol_launch_dependents(); }
-inline void prefetch_l2(const void* p) { emulated::check(p, 1, false); }
+inline void prefetch_l2(const void* p) { emulated::prefetched(p); }
 inline float load_float(const float* p) { return *p; }
 inline uint4 load_128(const void* p) { return *(const uint4*)p; }
 inline uint32_t load_16(const void* p) { return *(const uint16_t*)p; }

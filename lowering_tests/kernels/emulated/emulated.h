@@ -28,6 +28,7 @@ const Place& place();
 
 uint8_t* dynamic_shared();
 void check(const void* address, int bytes, bool write);  // as the compiler does for every access
+void prefetched(const void* global);  // to L2, where the previous kernel's writes go, too: only the address is checked
 void cp_async(void* shared, const void* global, int bytes, int from_global);  // the rest, up to bytes, is zero
 void commit_copies();
 void wait_copies(int groups_still_open);

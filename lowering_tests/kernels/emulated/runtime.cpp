@@ -251,6 +251,11 @@ void access_shared(const uint8_t* p, int bytes, bool write, bool in_flight) {
   }
 }
 
+void check_inside(const uint8_t* p, int bytes, const char* what) {
+  const uint8_t* of = valid + (p - device);
+  if (const void* outside = memchr(of, 0, bytes)) fail("%s of %d bytes of global memory, byte %d is outside every allocation", what, bytes, int((const uint8_t*)outside - of));
+}
+
 void access(const uint8_t* p, int bytes, bool write, bool in_flight) {
   if (p < device || p >= device + kDevice) {
     if (p + bytes <= shared_of(0) || p >= shared_of(kMaxBlocks)) return;  // the fiber's own stack, constants
@@ -258,9 +263,7 @@ void access(const uint8_t* p, int bytes, bool write, bool in_flight) {
   }
   if (current->began_early && std::none_of(constants.begin(), constants.end(), [&](auto& c) { return !write && p >= c.first && p + bytes <= c.second; }))
     fail("%s of global memory before the previous kernel has finished", write ? "write" : "read");
-  const uint8_t* of = valid + (p - device);
-  if (const void* outside = memchr(of, 0, bytes))
-    fail("%s of %d bytes of global memory, byte %d is outside every allocation", write ? "write" : "read", bytes, int((const uint8_t*)outside - of));
+  check_inside(p, bytes, write ? "write" : "read");
 }
 
 void land(const Copy& c, bool published) {
@@ -357,6 +360,8 @@ uint8_t* dynamic_shared() { return current->block->shared; }
 void check(const void* address, int bytes, bool write) {
   if (current) access((const uint8_t*)address, bytes, write, false);
 }
+
+void prefetched(const void* global) { check_inside((const uint8_t*)global, 1, "prefetch"); }
 
 void cp_async(void* shared, const void* global, int bytes, int from_global) {
   if ((uintptr_t)shared % bytes || (uintptr_t)global % bytes) fail("asynchronous copy of %d bytes between misaligned addresses", bytes);
