@@ -98,7 +98,7 @@ template <int TILE, bool GATHERED> cudaError_t layer(const Layer& l, void* works
   const int64_t words = (int64_t)l.tokens * ((l.K + kWideK - 1) / kWideK) * 8;
   const int routing = route_blocks(l.pairs()), arranging = GATHERED ? (int)std::min<int64_t>((words + kRouteThreads - 1) / kRouteThreads, 2 * multiprocessors()) : 0;
   const dim3 blocks(1, 1, (1 + (arranging + routing - 1) / routing) * routing);
-  cudaError_t status = launch(route<T, kByWarp<TOKENS>>, blocks, kRouteThreads, route_bytes(l.E), routing, stream, l.ids, l.map, l.map_size, space.routed,
+  cudaError_t status = launch(route<T, kByWarp<TOKENS>>, blocks, kRouteThreads, route_bytes(l.E), routing, {stream, true}, l.ids, l.map, l.map_size, space.routed,
                               l.pairs(), l.E, TOKENS, l.x, space.x, l.tokens, l.K);
   if constexpr (!GATHERED)
     if (status == cudaSuccess)

@@ -67,15 +67,70 @@ template <typename T, bool NEIGHBOURS> __device__ __forceinline__ void arrange_t
   }
 }
 
+// Up to kFewPairs pairs, by one block. A pair's place is the number of pairs with a smaller key: the number of its expert, then its own.
+constexpr int kFewPairs = 256;
+__device__ __forceinline__ void route_few(const Ids& ids, const Ids& map, int map_size, const Routed& to, int P, int E, int tokens) {
+  constexpr uint32_t kNone = ~0u;
+  constexpr int kWarps = kFewPairs / 32;
+  uint32_t *keys = (uint32_t*)dynamic_shared(), *sorted = keys + kFewPairs;
+  int *ends = (int*)(sorted + kFewPairs), *sums = ends + kWarps;
+  const int pair = threadIdx.x / 2, half = threadIdx.x % 2, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  const int expert = pair < P ? expert_of(ids, map, map_size, pair, E) : -1;
+  const uint32_t key = expert < 0 ? kNone : (uint32_t)(expert << 16 | pair);
+  if (half == 0) keys[pair] = key, sorted[pair] = kNone;
+  __syncthreads();
+  int place = 0;
+#pragma unroll 4
+  for (int i = half; i < (P + 3) / 4; i += 2) {
+    const uint4 other = ((const uint4*)keys)[i];
+    place += (other.x < key) + (other.y < key) + (other.z < key) + (other.w < key);
+  }
+  place += __float_as_int(shuffle_xor(__int_as_float(place), 1));
+  if (half == 0 && pair < P) {
+    to.place[pair] = expert < 0 ? -1 : place;
+    if (expert >= 0) sorted[place] = key, to.order[place] = pair;
+  }
+  if (!FP4_FAULT(SKIP_BARRIER_BEFORE_SORTED)) __syncthreads();
+
+  // A thread has a place. Where an expert begins, or nothing more comes, the expert before ends.
+  const int at = threadIdx.x;
+  const uint32_t mine = at < kFewPairs ? sorted[at] : kNone;
+  const bool begins = mine != kNone && (at == 0 || sorted[at - 1] >> 16 != mine >> 16);
+  const uint32_t bounds = lanes_where(begins || mine == kNone), above = bounds & (FP4_FAULT(AN_EXPERT_OF_ONE) ? ~0u : ~0u << lane << 1);
+  if (lane == 0 && warp < kWarps) ends[warp] = bounds ? 32 * warp + __ffs(bounds) - 1 : kFewPairs;
+  __syncthreads();
+  int end = above ? 32 * warp + __ffs(above) - 1 : kFewPairs;
+  if (!above)
+    for (int w = kWarps - 1; w > warp; --w) end = min(end, ends[w]);
+  const int pairs = begins ? end - at : 0, tiles = (pairs + tokens - 1) / tokens;
+  int before = tiles;
+#pragma unroll
+  for (int by = 1; by < 32; by *= 2) {
+    const int other = shuffle_up(before, by);
+    if (lane >= by) before += other;
+  }
+  if (lane == 31 && warp < kWarps) sums[warp] = before;
+  __syncthreads();
+  if (warp >= kWarps) return;
+  for (int w = 0; w < warp; ++w) before += sums[w];
+  if (at == kFewPairs - 1) *to.total = before;
+  const int4 entry = make_int4((int)(mine >> 16), at, pairs, before - tiles);
+  for (int i = 0; i < tiles; ++i) to.tiles[entry.w + i] = entry;
+}
+
 // The first cluster; blocks behind it, if there are any, arrange tokens. A warp owns a stretch of pairs and counts its experts in an array of its own; sums
 // over warps, blocks and experts say where each begins.
+//
+// PDL: the kernel behind it in the call, which reads nothing before its own wait, may begin before this one waits.
 template <typename T, bool NEIGHBOURS = false>
 __global__ void __launch_bounds__(kRouteThreads)
     route(const Ids ids, const Ids map, int map_size, const Routed to, int P, int E, int tokens, const T* __restrict__ x, uint8_t* __restrict__ arranged, int M, int K) {
   pdl_trigger_in_call();
+  griddepcontrol_wait();
   const int blocks = cluster_size(), rank = cluster_rank();
   if (blockIdx.z >= blocks)
     return arrange_tokens<T, NEIGHBOURS>(x, arranged, M, K, (blockIdx.z - blocks) * kRouteThreads + threadIdx.x, (gridDim.z - blocks) * kRouteThreads);
+  if (P <= kFewPairs) return route_few(ids, map, map_size, to, P, E, tokens);
   constexpr int kWarps = kRouteThreads / 32, kAhead = 8;
   int* counts = (int*)dynamic_shared();  // [kWarps][E]
   int *totals = counts + kWarps * E, *starts = totals + E, *sums = starts + 4 * E;
@@ -161,7 +216,7 @@ __global__ void __launch_bounds__(kRouteThreads)
 
 // Blocks that share the routing of P pairs, and bytes of shared memory of each.
 constexpr int route_blocks(int P) { return P > 1024 ? kRouteBlocks : 1; }
-constexpr int route_bytes(int E) { return ((kRouteThreads / 32 + 5) * E + 2 * (kRouteThreads / 32)) * 4; }
+constexpr int route_bytes(int E) { return at_least(((kRouteThreads / 32 + 5) * E + 2 * (kRouteThreads / 32)) * 4, 2 * 4 * kFewPairs + 2 * 4 * (kFewPairs / 32)); }
 
 // x [., K] of the pairs of each tile, as kActivations says, zeros beyond its pairs and K.
 template <typename T, int TOKENS, bool NEIGHBOURS>

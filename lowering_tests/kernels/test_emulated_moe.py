@@ -176,12 +176,17 @@ CAUGHT = [  # a fault, what the emulator says, and the tile
     ("SKIP_SWIZZLE", None, Tile(8, True)),
     ("GATHER_PAIRS", None, Tile(8, True)),
     ("UPS_ARE_GATES", None, Tile(8)),
-    ("PAIRS_BEGIN_ELSEWHERE", "outside every allocation", Tile(8)),
-    ("WARPS_BEGIN_ALIKE", None, Tile(8)),
+    ("SKIP_BARRIER_BEFORE_SORTED", "race|nobody wrote", Tile(8)),
+    ("AN_EXPERT_OF_ONE", None, Tile(8)),
     ("LEAVE_OUT_A_CHOICE", None, Tile(8, True)),
 ]
 # The same with more pairs than one block routes.
-CAUGHT_ROUTING = [("BLOCKS_BEGIN_ALIKE", None), ("SKIP_CLUSTER_BARRIER_BEFORE_SUMS", "race|nobody wrote|had not begun")]
+CAUGHT_ROUTING = [
+    ("PAIRS_BEGIN_ELSEWHERE", None),
+    ("WARPS_BEGIN_ALIKE", None),
+    ("BLOCKS_BEGIN_ALIKE", None),
+    ("SKIP_CLUSTER_BARRIER_BEFORE_SUMS", "race|nobody wrote|had not begun"),
+]
 
 
 def check_caught(fault, words, x, ids, w, parts, tile) -> None:
