@@ -71,6 +71,22 @@ struct MoeParams {
   int tile[7];            // the kernel's own numbers
 };
 
+// weights y and ids [tokens, top_k] of the experts that a router [experts, K] chooses for tokens x [tokens, K].
+struct RouterParams {
+  int64_t size = sizeof(RouterParams);  // as the caller knows it
+  const void *x, *weight, *bias;        // the bias is [experts]
+  const void* norm_weight;              // [K]: x is normalised first, as in LinearParams; null: it is not
+  void* normed;                         // [tokens, K]: x normalised
+  void *y, *ids;                        // ids are int64
+  void* stream;
+  int tokens, experts, K, top_k;
+  int dtype;         // of x, weight, bias, norm_weight and normed, 0: bfloat16, 1: float16
+  int weights_type;  // of y, 0: bfloat16, 1: float16, 2: float32
+  int form;          // of the weights: FORMS of ops/router.py
+  int early;         // it may begin, and read weight and norm_weight, while the kernel before it in its stream runs, which writes neither
+  float eps, norm_offset;
+};
+
 // The keys or the values of a cache, all [batch, kv_heads, slots, ...] and contiguous.
 struct CacheParams {
   void *codes, *scale, *blocks, *exact;

@@ -95,6 +95,15 @@ class MoeParams(Struct):
     ]
 
 
+class RouterParams(Struct):
+    _fields_ = [
+        *_fields(ctypes.c_int64, "size"),
+        *_fields(ctypes.c_void_p, "x weight bias norm_weight normed y ids stream"),
+        *_fields(ctypes.c_int, "tokens experts K top_k dtype weights_type form early"),
+        *_fields(ctypes.c_float, "eps norm_offset"),
+    ]
+
+
 class CacheParams(Struct):
     _fields_ = _fields(ctypes.c_void_p, "codes scale blocks exact")
 
@@ -129,7 +138,7 @@ class PagedParams(Struct):
     ]
 
 
-Params = LinearParams | ChainParams | MoeParams | AttentionParams | PagedParams
+Params = LinearParams | ChainParams | MoeParams | RouterParams | AttentionParams | PagedParams
 
 
 def address(library: ctypes.CDLL, function: str, scratch: bool) -> int | None:

@@ -18,6 +18,7 @@ from ..ops import (
     linear_glu,
     linear_w4a4,
     moe,
+    norm_router,
     paged_attention,
     quantize,
     quantize_glu_rows_fp8,
@@ -73,6 +74,7 @@ quantize_rows_nvfp4.CONTRACT.implement("CUDA", _at_first_call(".quantize_rows_nv
 for _half in (rms_linear.SQUARES, rms_linear.LINEAR, rms_linear.LINEAR_SIBLINGS, rms_linear.LINEAR_GLU):
     _half.implement("CUDA", _at_first_call(".linear.rms", _half.name))
 router.CONTRACT.implement("CUDA", _at_first_call(".router.launch", "router"))
+norm_router.CONTRACT.implement("CUDA", _at_first_call(".router.launch", "norm_router"))
 sparse_linear.CONTRACT.implement("CUDA", _at_first_call(".sparse_linear.cuda", "sparse_linear"))
 sparse_dequantize.CONTRACT.implement("CUDA", _at_first_call(".dequantize.launch", "sparse_dequantize"))
 sparse_dequantize_fp8.CONTRACT.implement("CUDA", _at_first_call(".dequantize.launch", "sparse_dequantize_fp8"))

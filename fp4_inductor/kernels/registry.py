@@ -25,6 +25,7 @@ _FILES = (
     *("decode_attention.split", "decode_attention.by_sdpa", "cached_attention.step"),
     *("cached_attention.cuda", "cached_attention.cuda_step", "cached_attention.quantized", "cached_attention.prefill", "cached_attention.composed"),
     *("paged_attention.cuda", "paged_attention.gathered"),
+    *("router.cuda", "router.two_launches"),
 )
 FOREIGN = ("linear", "sparse_linear")  # ops that take kernels from outside
 _added: list[Kernel] = []

@@ -1,4 +1,4 @@
-"""``fp4.router(x [T, H], weight [E, H], bias [E]?, k, form, dtype) -> (weights [T, k] of dtype, ids int64 [T, k])``: which experts each token goes to.
+"""``fp4.router(x [T, H], weight [E, H], bias [E]?, k, form, dtype, early) -> (weights [T, k] of dtype, ids int64 [T, k])``: which experts each token goes to.
 
 The scores are ``x @ weight.T + bias``, rounded to the dtype of ``x`` as a linear layer rounds them. What follows is computed in float32; :data:`FORMS`:
 
@@ -7,6 +7,7 @@ The scores are ``x @ weight.T + bias``, rounded to the dtype of ``x`` as a linea
 - ``"chosen"``: a softmax over the ``k`` largest scores (gpt-oss).
 
 The best expert comes first; of equal ones the lower index, no index twice. A token with a NaN among its scores has NaN weights and distinct ids in range.
+``early``: the kernel before on the stream does not write ``weight``, which may be read while it runs.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ FORMS = ("softmax", "normalized", "chosen")
 HALF = (torch.bfloat16, torch.float16)
 
 
-def reference(x: Tensor, weight: Tensor, bias: Tensor | None, k: int, form: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def reference(x: Tensor, weight: Tensor, bias: Tensor | None, k: int, form: str, dtype: torch.dtype, early: bool = False) -> tuple[Tensor, Tensor]:
     check(x, weight, bias, k, form, dtype)
+    del early
     return chosen(torch.nn.functional.linear(x, weight, bias), k, form, dtype)
 
 
@@ -68,7 +70,7 @@ def check(x: Tensor, weight: Tensor, bias: Tensor | None, k: int, form: str, dty
             raise DTypeError(f"fp4.router: {name}", value=given, limit=list(limit), remedy="Cast with .to(dtype), or call F.linear and torch.topk.")
 
 
-def fake(x: Tensor, weight: Tensor, bias: Tensor | None, k: int, form: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def fake(x: Tensor, weight: Tensor, bias: Tensor | None, k: int, form: str, dtype: torch.dtype, early: bool = False) -> tuple[Tensor, Tensor]:
     check(x, weight, bias, k, form, dtype)
     return x.new_empty((x.shape[0], k), dtype=dtype), x.new_empty((x.shape[0], k), dtype=torch.int64)
 
@@ -92,7 +94,7 @@ def _setup_context(ctx, inputs, output):
 
 CONTRACT = OpContract(
     name="router",
-    schema="(Tensor x, Tensor weight, Tensor? bias, int k, str form, ScalarType dtype) -> (Tensor, Tensor)",
+    schema="(Tensor x, Tensor weight, Tensor? bias, int k, str form, ScalarType dtype, bool early=False) -> (Tensor, Tensor)",
     reference=reference,
     fake=fake,
     inputs=inputs,

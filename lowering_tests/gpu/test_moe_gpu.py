@@ -18,6 +18,7 @@ from fp4_inductor.modules.experts import quantize_stack
 from fp4_inductor.ops import moe as contract
 from fp4_inductor.ops import router, topk
 from fp4_inductor.ops.activation import Activation
+from fp4_inductor.ops.norm_linear import rms_norm_reference
 from lowering_tests.gpu.helpers import BF16, DEVICE, FP16, FP32, error
 from lowering_tests.ops.moe_arguments import arguments, moe_call
 
@@ -370,22 +371,48 @@ def test_topk(dtype):
         torch.testing.assert_close(values, torch.topk(x, k).values, rtol=0, atol=0, equal_nan=True)
 
 
+ROUTED = (  # tokens, H, experts, k, with a bias
+    (1, 2048, 128, 8, False), (8, 2048, 512, 10, False), (3, 2880, 32, 4, True), (9, 4096, 8, 2, False), (700, 96, 60, 6, True),
+    (8, 2048, 128, 8, False), (13, 2880, 32, 4, True), (64, 6144, 100, 8, False),
+)  # fmt: skip
+
+
+def operands(t, h, e, biased, dtype):
+    x, weight = torch.randn(t, h, device=DEVICE).to(dtype), (torch.randn(e, h, device=DEVICE) / h**0.5).to(dtype)
+    return x, weight, torch.randn(e, device=DEVICE).to(dtype) if biased else None
+
+
+def check_choice(x, weight, bias, k, form, weights, ids):
+    """An order of sums may move a score by a rounding: the choice is compared by what it is worth, and its weights by the ids it gave."""
+    scores = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    best = scores.topk(k).values
+    torch.testing.assert_close(scores.gather(1, ids), best, rtol=0, atol=0.04 if x.dtype == BF16 else 0.005)
+    assert all(len(set(row)) == k for row in ids.tolist()) and int(ids.min()) >= 0 and int(ids.max()) < len(weight)
+    p = scores.gather(1, ids).softmax(-1) if form == "chosen" else scores.softmax(-1).gather(1, ids)
+    p = p / p.sum(-1, keepdim=True) if form == "normalized" else p
+    assert error(weights, p) < (8e-3 if x.dtype == BF16 else 1e-3), x.shape
+
+
 @pytest.mark.parametrize("form", router.FORMS)
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_router(dtype, form):
-    for t, h, e, k, biased in ((1, 2048, 128, 8, False), (8, 2048, 512, 10, False), (3, 2880, 32, 4, True), (9, 4096, 8, 2, False), (700, 96, 60, 6, True)):
-        x, weight = torch.randn(t, h, device=DEVICE).to(dtype), (torch.randn(e, h, device=DEVICE) / h**0.5).to(dtype)
-        bias = torch.randn(e, device=DEVICE).to(dtype) if biased else None
+    for t, h, e, k, biased in ROUTED:
+        x, weight, bias = operands(t, h, e, biased, dtype)
         weights, ids = torch.ops.fp4.router(x, weight, bias, k, form, torch.float32)
-        scores = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
-        # An order of sums may move a score by a rounding: the choice is compared by what it is worth, and its weights by the ids it gave.
-        best = scores.topk(k).values
-        torch.testing.assert_close(scores.gather(1, ids), best, rtol=0, atol=0.04 if dtype == BF16 else 0.005)
-        assert all(len(set(row)) == k for row in ids.tolist()) and int(ids.min()) >= 0 and int(ids.max()) < e
-        p = scores.gather(1, ids).softmax(-1) if form == "chosen" else scores.softmax(-1).gather(1, ids)
-        p = p / p.sum(-1, keepdim=True) if form == "normalized" else p
-        assert error(weights, p) < (8e-3 if dtype == BF16 else 1e-3), (t, h, e)
-        torch.testing.assert_close(torch.ops.fp4.router(x, weight, bias, k, form, dtype)[0], weights.to(dtype), rtol=0, atol=0)
-    x[1, 5] = float("nan")
-    weights, ids = torch.ops.fp4.router(x, weight, bias, k, form, torch.float32)
-    assert weights[1].isnan().all() and len(set(ids[1].tolist())) == k and int(ids.min()) >= 0 and int(ids.max()) < e and not weights[2:].isnan().any()
+        check_choice(x, weight, bias, k, form, weights, ids)
+        torch.testing.assert_close(torch.ops.fp4.router(x, weight, bias, k, form, dtype, True)[0], weights.to(dtype), rtol=0, atol=0)
+        x[0, 5] = float("nan")
+        weights, ids = torch.ops.fp4.router(x, weight, bias, k, form, torch.float32)
+        assert weights[0].isnan().all() and len(set(ids[0].tolist())) == k and int(ids.min()) >= 0 and int(ids.max()) < e and not weights[1:].isnan().any()
+
+
+@pytest.mark.parametrize("form", router.FORMS)
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_norm_router(dtype, form):
+    """By one launch of 8 to 64 tokens, elsewhere in steps."""
+    for t, h, e, k, biased in ROUTED:
+        x, weight, bias = operands(t, h, e, biased, dtype)
+        norm, eps, offset = torch.rand(h, device=DEVICE).to(dtype), 1e-5, float(t % 2)
+        normed, weights, ids = torch.ops.fp4.norm_router(x * 7, norm, eps, offset, weight, bias, k, form, torch.float32, True)
+        assert error(normed, rms_norm_reference(x * 7, norm, eps, offset).double()) < (4e-3 if dtype == BF16 else 5e-4)
+        check_choice(normed, weight, bias, k, form, weights, ids)

@@ -30,8 +30,8 @@ from fp4_inductor.kernels.linear_fp8 import gemv as fp8_gemv
 from fp4_inductor.kernels.linear_glu import gemv as glu_gemv
 from fp4_inductor.kernels.quantize_rows_fp8.triton_glu_rows import quantize_glu_rows
 from fp4_inductor.kernels.quantize_rows_fp8.triton_rows import quantize_rows
-from fp4_inductor.kernels.router.launch import scores_tile
 from fp4_inductor.kernels.router.triton_router import router_choice, router_scores
+from fp4_inductor.kernels.router.two_launches import scores_tile
 from fp4_inductor.kernels.sparse_linear import gemv as sparse_gemv_kernel
 from fp4_inductor.kernels.sparse_linear import mid as sparse_mid_kernel
 from fp4_inductor.kernels.topk.launch import tile as topk_tile

@@ -87,6 +87,8 @@ SOURCES = {
         (r"HMMA\.16816\.F32\.BF16", r"HMMA\.SP\.16832\.F32\.BF16", "LDSM", "UBLKCP", r"UTMALDG\.3D"),
         lambda arch, *finish: 2 * 2 * 3,  # one or two sets a warp x both products x (dense, of any K, 2:4-sparse)
     ),
+    # dtypes x with a norm in front or without
+    "moe/router.cu": ((r"HMMA\.16816\.F32\.BF16", r"HMMA\.16816\.F32\s", "CCTL", "UCGABAR_ARV"), lambda arch, *finish: 2 * 2),
     ATTENTION: (
         (r"HMMA\.16816\.F32\.BF16", r"HMMA\.16816\.F32\s", r"IMMA\.16832\.S8\.S8", r"LDG\.E\.128\.STRONG"),
         lambda arch, *finish: 2 * 3 * 3 * 2,  # dtypes x formats x heads of 64, 128, 256 x 8 or 16 rows of the query
@@ -204,7 +206,7 @@ LEFT_OUT = {
 # Of these float16 is compiled, too: there its own instructions are looked for.
 BOTH = (
     ("gemm/linear_small.cu", 90), ("gemm/linear_gemv.cu", 90), ("gemm/linear_table.cu", 90), ("sparse/sparse_linear_small.cu", 90),
-    ("gemm/linear_w4a4.cu", 120),
+    ("gemm/linear_w4a4.cu", 120), ("moe/router.cu", 90),
 )  # fmt: skip
 WHOLE = pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["some", "all"])
 

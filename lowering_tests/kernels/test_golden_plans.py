@@ -40,6 +40,8 @@ def calls() -> Iterator[Call]:
     for arch, dtype, k in itertools.product(ARCHS, DTYPES, (60, 64, 128, 256)):
         yield Call("decode_attention", arch, dtype, 32, k)
         yield Call("cached_attention", arch, dtype, 32, k)
+    for arch, dtype, experts, k, csrc in itertools.product(ARCHS, DTYPES, (8, 128, 512), (40, 2048, 16384), ("", "no nvcc")):
+        yield Call("router", arch, dtype, experts, k, csrc=csrc)
     for dtype, scales in itertools.product(DTYPES, (1, 2)):
         yield Call("linear_w4a4", 121, dtype, 4096, 4096, triton=(3, 6), scales=scales)
     for op, arch, n, k, csrc in itertools.product(("linear", "linear_glu", "linear_epilogue"), ARCHS, N, K, ("", "no nvcc")):

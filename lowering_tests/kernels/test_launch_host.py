@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fp4_inductor.formats import nvfp4
 from fp4_inductor.kernels import forms, host, registry, run
 from fp4_inductor.kernels.linear import cuda as linear
-from fp4_inductor.kernels.router import launch as router_launch
+from fp4_inductor.kernels.router import two_launches
 from fp4_inductor.kernels.sparse_linear import cuda as sparse_linear
 from lowering_tests.fake_cuda import pretend_cuda
 
@@ -65,13 +65,13 @@ def test_a_routers_kernels_read_dense_operands(t):
         return mock.MagicMock(**{"__getitem__.return_value": lambda *args, **constants: calls.update({name: args})})
 
     with (
-        mock.patch.multiple(router_launch, router_scores=spy("scores"), router_choice=spy("choice")),
+        mock.patch.multiple(two_launches, router_scores=spy("scores"), router_choice=spy("choice")),
         mock.patch.object(host, "arch", return_value=90),
         mock.patch("torch.cuda.device", return_value=contextlib.nullcontext()),
     ):
-        weights, ids = router_launch.router(x, weight, bias, 2, "softmax", torch.float32)
+        weights, ids = two_launches.launch(x, weight, bias, 2, "softmax", torch.float32)
     assert (weights.shape, weights.dtype, ids.dtype) == ((t, 2), torch.float32, torch.int64)
-    if t > router_launch.MOST_TOKENS:
+    if t > two_launches.MOST_TOKENS:
         assert torch.equal(calls["choice"][0], torch.nn.functional.linear(x.contiguous(), weight.contiguous(), bias.contiguous())) and "scores" not in calls
     else:
         for given, want in zip(calls["scores"], (x, weight, bias), strict=False):

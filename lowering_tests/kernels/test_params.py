@@ -11,13 +11,18 @@ import torch
 from fp4_inductor._sources import csrc_dir
 from fp4_inductor.kernels import build, params
 from fp4_inductor.kernels.csrc import LIBRARIES
-from fp4_inductor.kernels.params import AttentionParams, CacheParams, ChainParams, ExpertParams, LinearParams, MoeParams
+from fp4_inductor.kernels.params import AttentionParams, CacheParams, ChainParams, ExpertParams, LinearParams, MoeParams, RouterParams
 from lowering_tests.kernels import emulator
 from lowering_tests.kernels.emulator import EmulatorError, emulated
 
 needs_emulator = pytest.mark.skipif(emulator.compiler() is None, reason="g++ is not installed: the CUDA sources are emulated where it is")
 SOURCES = sorted({kernel.source for kernel in LIBRARIES.values()})
-STRUCTS = {"moe": MoeParams, "attention": AttentionParams, "gemm/linear_chain.cu": ChainParams}  # by folder or source; LinearParams elsewhere
+STRUCTS = {
+    "moe/router.cu": RouterParams,
+    "moe": MoeParams,
+    "attention": AttentionParams,
+    "gemm/linear_chain.cu": ChainParams,
+}  # by folder or source; LinearParams elsewhere
 
 
 def struct_of(source: str) -> type:
@@ -25,7 +30,7 @@ def struct_of(source: str) -> type:
 
 
 @pytest.mark.skipif(build.cxx() is None, reason="no C++ compiler")
-@pytest.mark.parametrize("struct", [LinearParams, ChainParams, ExpertParams, MoeParams, CacheParams, AttentionParams])
+@pytest.mark.parametrize("struct", [LinearParams, ChainParams, ExpertParams, MoeParams, RouterParams, CacheParams, AttentionParams])
 def test_c_and_python_agree(struct, tmp_path):
     """Sizes and offsets of all fields; nothing lies between two of them or behind the last that only C knows."""
     name = f"fp4::{struct.__name__}"

@@ -37,7 +37,7 @@ def test_every_kernel_is_complete(kernel):
     assert kernel.regime in registry.regimes()
     assert set(kernel.dtypes) <= set(ANY) and kernel.dtypes
     assert set(kernel.prefill) <= set(PREFILL) and kernel.prefill
-    assert kernel.k_multiple % 16 == 0 or kernel.op in ("linear_fp8", "decode_attention", "cached_attention", "paged_attention")
+    assert kernel.k_multiple % 16 == 0 or kernel.op in ("linear_fp8", "decode_attention", "cached_attention", "paged_attention", "router")
     assert kernel.on
     for on in kernel.on:
         assert 10 < len(on.why) <= 200  # one sentence; figures beyond those that decided go to benchmarks/NOTES.md

@@ -205,7 +205,7 @@ def test_the_router_is_one_op(family, form, dtype, t):
     with code_generation() as out, listen():
         call(torch.compile(Router(family), fullgraph=True, dynamic=t is None), tokens(t or 40)[0])
     (line,) = (line for line in out[0].splitlines() if "torch.ops.fp4.router.default(" in line)
-    assert f", {K}, '{form}', {dtype})" in line
+    assert f", {K}, '{form}', {dtype}, False)" in line
     assert "aten.topk" not in out[0] and "fp4.topk" not in out[0] and "extern_kernels.mm" not in out[0] and "extern_kernels.addmm" not in out[0]
     assert passes.matches().get("router", 0) == 1
     kernels = out[0].count("triton_poi_fused") + out[0].count("triton_per_fused") + out[0].count("triton_red_fused")

@@ -1,4 +1,4 @@
-"""``fp4.router`` in place of a layer's gate and of vLLM's router: scores, softmax and choice in two launches.
+"""``fp4.router`` in place of a layer's gate and of vLLM's router: scores, softmax and choice in one launch or two.
 
 vLLM runs gate, router and experts one after another in Python, on a GPU inside one operator that is not traced. So no graph pass is needed: the
 gate that the layer's runner holds is replaced by one that hands the tokens on, and the router computes weights and ids from them.
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...errors import FP4Error
+from ...kernels import select
 from ...ops import router
 from .engine import choose_experts, obstacles, runner_of
 from .log import say_once
@@ -32,9 +33,11 @@ def take(layer: Any, moe: Any, settings: Settings, compilation: Any) -> str:
     reason = why_not(runner, moe, settings)
     if not reason:
         k, form = runner.router.top_k, form_of(runner.router)
+        gate = runner.gate.weight
+        select.expect("router", gate.device, gate.dtype, *gate.shape)  # its kernel begins to be compiled
 
         def route(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-            return torch.ops.fp4.router(x, weight, bias, k, form, torch.float32)
+            return torch.ops.fp4.router(x, weight, bias, k, form, torch.float32, True)  # no kernel of a step writes a gate
 
         choose_experts(runner, route)
     say_once(f"vLLM's router chooses experts: {reason}" if reason else "fp4.router chooses experts", compilation)

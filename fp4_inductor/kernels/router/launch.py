@@ -1,41 +1,39 @@
-"""Host side of ``fp4.router`` on CUDA: two launches, no host read."""
+"""``fp4.router`` and ``fp4.norm_router`` on CUDA."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from ...ops import norm_router as normed_contract
 from ...ops import router as contract
+from ...ops.norm_linear import check
 from .. import host
-from ..topk.launch import tile
-from .triton_router import router_choice, router_scores
-
-# Up to so many tokens a GEMV's form is faster than the library's product: every program reads all of them.
-MOST_TOKENS = 8
+from ..kernel import Kernel
+from . import cuda
 
 
-def router(x: Tensor, weight: Tensor, bias: Tensor | None, k: int, form: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Scores as ``x.dtype``, then one program a token."""
+def router(x: Tensor, weight: Tensor, bias: Tensor | None, k: int, form: str, dtype: torch.dtype, early: bool = False) -> tuple[Tensor, Tensor]:
+    """By the kernel that serves so many tokens."""
     contract.check(x, weight, bias, k, form, dtype)
-    (t, h), e = x.shape, weight.shape[0]
-    weights, ids = x.new_empty((t, k), dtype=dtype), x.new_empty((t, k), dtype=torch.int64)
-    if t == 0:
-        return weights, ids
-    x, weight, bias = host.aligned(x), host.aligned(weight), None if bias is None else host.aligned(bias)  # the library's bits follow strides, too
-    pdl = host.arch(x.device) >= 90
-    launch = host.launched_early(pdl)
-    with torch.cuda.device(x.device):
-        if t <= MOST_TOKENS:
-            scores = x.new_empty((t, e))
-            router_scores[(e,)](x, weight, bias, scores, t, h, HAS_BIAS=bias is not None, PDL=pdl, **scores_tile(t, h), **launch)
-        else:
-            scores = F.linear(x, weight, bias)
-        router_choice[(t,)](scores, weights, ids, e, K=k, FORM=contract.FORMS.index(form), PDL=pdl, **tile(e, k), **launch)
+    if not x.shape[0]:
+        return x.new_empty((0, k), dtype=dtype), x.new_empty((0, k), dtype=torch.int64)
+    *_, weights, ids = _kernel(x, weight).source()(x, weight, bias, k, form, dtype, early)
     return weights, ids
 
 
-def scores_tile(t: int, h: int) -> dict[str, int]:
-    """At most 64 sums a thread."""
-    rows = 1 << (t - 1).bit_length()
-    return {"ROWS": rows, "BLOCK": min(max(512, 1 << (h - 1).bit_length()), 8192 // max(rows, 2)), "num_warps": 4}
+def norm_router(
+    x: Tensor, norm_weight: Tensor, eps: float, norm_offset: float, weight: Tensor, bias: Tensor | None, k: int, form: str, dtype: torch.dtype,
+    early: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """In one launch where the router takes one; else in two steps."""
+    check("norm_router", x, norm_weight)
+    contract.check(x, weight, bias, k, form, dtype)
+    if not x.shape[0] or _kernel(x, weight).name != cuda.NAME:
+        return normed_contract.in_two_steps(x, norm_weight, eps, norm_offset, weight, bias, k, form, dtype)
+    normed, weights, ids = cuda.launch(x, weight, bias, k, form, dtype, early, cuda.Norm(norm_weight, eps, norm_offset))
+    return normed, weights, ids  # type: ignore[return-value]
+
+
+def _kernel(x: Tensor, weight: Tensor) -> Kernel:
+    return host.row_for("router", x, *(x.shape[0], weight.shape[0], x.shape[1])).implementation
