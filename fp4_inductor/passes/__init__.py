@@ -9,7 +9,23 @@ def register() -> None:
     """Install the patterns and the cache salt. Called once, when Inductor is first imported."""
     from .._torch.functional import restored
     from .._torch.fx import whole_graph
-    from . import chain, dequantize_matmul, epilogue, floats, glu, identity, mixture, moe, norm, quantized_cache, rope_attention, siblings, tables, topk
+    from . import (
+        chain,
+        dequantize_matmul,
+        epilogue,
+        floats,
+        glu,
+        identity,
+        mixture,
+        moe,
+        norm,
+        norm_router,
+        quantized_cache,
+        rope_attention,
+        siblings,
+        tables,
+        topk,
+    )
 
     whole_graph(0, restored)
     tables.register()
@@ -20,6 +36,7 @@ def register() -> None:
     whole_graph(1, siblings.merge)
     whole_graph(1, glu.fuse)
     whole_graph(1, mixture.fuse)
+    whole_graph(1, norm_router.fuse)
     whole_graph(1, norm.fold)
     whole_graph(1, epilogue.fuse)
     whole_graph(1, chain.fuse)

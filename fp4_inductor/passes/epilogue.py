@@ -3,8 +3,8 @@
 Inductor fuses what stands behind its own templates, but not behind an operator, which is what a CUDA kernel of csrc/ is in a graph.
 Each of the three steps may be missing; operands have the result's shape and dtype. Where there is no such kernel, or where a kernel of
 Inductor's reads the result and takes the steps with it (a residual in front of a norm), the graph stays as it is, and explain() says so. Except where
-a linear layer with a norm of its own (:mod:`.norm`) reads the result, so that no such kernel can come first, and of many rows with a residual: their
-sum is to be one buffer (``lowerings/linear_epilogue.py``), or each norm would add up again what several layers added.
+a linear layer or a router with a norm of its own (:mod:`.norm`, :mod:`.norm_router`) reads the result, so that no such kernel can come first, and of many
+rows with a residual: their sum is to be one buffer (``lowerings/linear_epilogue.py``), or each norm would add up again what several layers added.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..config import dispatch_config
 from ..formats.packing import MAX_SCALES
 from ..kernels import select
 from ..kernels.select import Plan, Refused, plan
-from ..ops import norm_linear
+from ..ops import norm_linear, norm_router
 from ..ranges import range_in_force
 from . import views
 from .counters import matched
@@ -34,7 +34,9 @@ aten = torch.ops.aten
 VIEWS = views.RESHAPES | views.UNITS | views.SAME | views.TURNS | views.PARTS | views.SPLITS | {aten.squeeze.default, aten.expand.default}
 _OPAQUE = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten._scaled_mm.default}
 LINEARS = (torch.ops.fp4.linear.default, norm_linear.LINEAR.op)
-NORMS = {contract.op for contract in (norm_linear.LINEAR, norm_linear.LINEAR_SIBLINGS, norm_linear.LINEAR_GLU, norm_linear.LINEAR_EPILOGUE)}
+NORMS = {
+    contract.op for contract in (norm_linear.LINEAR, norm_linear.LINEAR_SIBLINGS, norm_linear.LINEAR_GLU, norm_linear.LINEAR_EPILOGUE, norm_router.CONTRACT)
+}
 MANY_ROWS = 256  # from here on a sum is read from memory sooner than it is added up again
 LEFT_APART = "fp4_left_apart"  # node.meta: why what follows a linear layer is not done by its kernel
 
@@ -107,17 +109,21 @@ def _kernel_follows(node: Node) -> bool:
 
 
 def _norm_follows(node: Node) -> bool:
-    """Does a linear layer with a norm of its own read ``node``, or a view of it?"""
+    """Does a linear layer, or a router, with a norm of its own read ``node``, or a view of it?"""
     return any(user.target in NORMS or (user.target in VIEWS and _norm_follows(user)) for user in node.users)
 
 
-def is_written_by_a_linear_layer(node: Node) -> bool:
-    """Would the CUDA kernel of a linear layer write ``node``, the end of what stands behind that layer, if a layer with a norm of its own read it?"""
+def is_written_by_a_linear_layer(node: Node, most: int = 0) -> bool:
+    """Would the CUDA kernel of a linear layer write ``node``, the end of what stands behind that layer, if a layer with a norm of its own read it?
+
+    ``most``: the most rows that there can be, if their number is not known.
+    """
     above = [node]
     for one in above:  # which grows
         if one.op == "call_function" and one.target in LINEARS:
             found, options, m = behind(one), _plan_of(one), rows_of(one)
-            ends_here = found.last is node and options is not None and type(m) is int and m > 0 and bool(options.pick(m).csrc)
+            rows = (m,) if type(m) is int and m > 0 else range(1, most + 1)
+            ends_here = found.last is node and options is not None and len(rows) > 0 and all(options.pick(m).csrc for m in rows)
             if ends_here and in_one_mutation_region([one, node]) and (not found.chain or name_of(one, found.chain) is not None):
                 return True
         elif len(above) < LONGEST and one.op == "call_function" and (one.target in CASTS or is_elementwise(one.target)):

@@ -96,7 +96,7 @@ def _why_not_divided(graph: Graph, y: Node, total: AddNorm | None, norm: RMSNorm
         if reason:
             return reason
         norm = read(add_norm.take_out(graph, total))
-    reason = "" if norm is None else _why_not_alone(norm)
+    reason = "" if norm is None else why_not_alone(norm)
     reason = reason or rms_halves.why_not(graph, norm, readers)
     if not reason:
         rms_halves.divide(graph, norm, readers)  # type: ignore[arg-type]
@@ -117,17 +117,17 @@ def _why_not(norm: RMSNorm | None, readers: list[_Reader], others: list[str]) ->
         return "its weight is not one number for each column"
     if others:
         return _why_not_others(others)
-    reason = _why_not_alone(norm) or _why_not_rows(readers)
+    reason = why_not_alone(norm) or _why_not_rows(readers)
     if reason:
         return reason
     if not in_one_mutation_region([*norm.inside, *(reader.linear for reader in readers)]):
         return "something is written between it and a linear layer"
-    if not _is_in_memory(norm.x):
+    if not is_in_memory(norm.x):
         return BY_INDUCTOR
     return ""
 
 
-def _why_not_alone(norm: RMSNorm) -> str:
+def why_not_alone(norm: RMSNorm) -> str:
     """Why no kernel computes ``norm``, or a half of it, whoever reads it; empty: one may."""
     if norm.weight is None:
         return "it has no weight"
@@ -201,10 +201,11 @@ def _takes_norm(row: Span) -> bool:
     return row.library is not None and row.library.norm
 
 
-def _is_in_memory(x: Node) -> bool:
+def is_in_memory(x: Node, most: int = 0) -> bool:
     """Is ``x`` written by something other than a kernel that Inductor writes? Such a kernel would compute the norm, too.
 
     A sum behind a linear layer is, if that layer's kernel adds: ``epilogue.fuse`` then leaves it no other. So is a sum over ranks inside a launch.
+    ``most``: as of ``epilogue.is_written_by_a_linear_layer``.
     """
     if rank_sums.in_a_launch(x):
         return True
@@ -212,7 +213,7 @@ def _is_in_memory(x: Node) -> bool:
         x = x.args[0]  # type: ignore[assignment]
     if x.op in ("placeholder", "get_attr") or x.target in _IN_MEMORY or (is_call(x, operator.getitem) and is_ours(x.args[0])):
         return True
-    return getattr(x.target, "namespace", "aten") not in ("aten", "prims") or epilogue.is_written_by_a_linear_layer(x)
+    return getattr(x.target, "namespace", "aten") not in ("aten", "prims") or epilogue.is_written_by_a_linear_layer(x, most)
 
 
 def _rewrite(graph: Graph, norm: RMSNorm, linear: Node) -> None:
