@@ -60,15 +60,18 @@ def _row(router: Node) -> tuple[int, Any] | None:
 def _why_not(found: RMSNorm, router: Node) -> str:
     """Why a norm is no part of ``router``; empty: it can be."""
     tokens, (least, row) = value(router.args[0]).shape[0], _row(router)
-    if not symbols.is_within(tokens, (least, row.max_m), router.graph, range_in_force(), dispatch_config().unproven == "guard"):
-        return f"{tokens if type(tokens) is int else 'a dynamic number of'} tokens: {row.kernel} takes a norm of {least} to {row.max_m}, known at compile time"
     if reason := norm.why_not_alone(found):
         return reason
     if any(isinstance(node, Node) and node.op not in ("placeholder", "get_attr") for node in router.args[1:3]):
         return "the router's weight is computed by the graph"
     if not in_one_mutation_region([*found.inside, router]):
         return "something is written between it and the router"
-    return "" if norm.is_in_memory(found.x, row.max_m) else norm.BY_INDUCTOR
+    if not norm.is_in_memory(found.x, row.max_m):
+        return norm.BY_INDUCTOR
+    # Last, for it may add a guard.
+    if symbols.is_within(tokens, (least, row.max_m), router.graph, range_in_force(), dispatch_config().unproven == "guard"):
+        return ""
+    return f"{tokens if type(tokens) is int else 'a dynamic number of'} tokens: {row.kernel} takes a norm of {least} to {row.max_m}, known at compile time"
 
 
 def _rewrite(graph: Graph, found: RMSNorm, router: Node) -> None:
