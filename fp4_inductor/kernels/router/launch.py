@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -22,16 +24,14 @@ def router(x: Tensor, weight: Tensor, bias: Tensor | None, k: int, form: str, dt
     return weights, ids
 
 
-def norm_router(
-    x: Tensor, norm_weight: Tensor, eps: float, norm_offset: float, weight: Tensor, bias: Tensor | None, k: int, form: str, dtype: torch.dtype,
-    early: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """In one launch where the router takes one; else in two steps."""
+def norm_router(x: Tensor, norm_weight: Tensor, eps: float, norm_offset: float, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """In one launch where the router takes one; else in two steps. ``rest``: the arguments of ``fp4.router`` behind x."""
     check("norm_router", x, norm_weight)
+    weight, bias, k, form, dtype, *early = rest
     contract.check(x, weight, bias, k, form, dtype)
     if not x.shape[0] or _kernel(x, weight).name != cuda.NAME:
-        return normed_contract.in_two_steps(x, norm_weight, eps, norm_offset, weight, bias, k, form, dtype)
-    normed, weights, ids = cuda.launch(x, weight, bias, k, form, dtype, early, cuda.Norm(norm_weight, eps, norm_offset))
+        return normed_contract.in_two_steps(x, norm_weight, eps, norm_offset, *rest)
+    normed, weights, ids = cuda.launch(x, weight, bias, k, form, dtype, any(early), cuda.Norm(norm_weight, eps, norm_offset))
     return normed, weights, ids  # type: ignore[return-value]
 
 
