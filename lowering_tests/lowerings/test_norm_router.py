@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from fp4_inductor import dispatch, passes
+from fp4_inductor.lowerings import journal
 from fp4_inductor.modules import FP4Linear
 from fp4_inductor.passes.missed import APART, listen
 from lowering_tests.fake_cuda import call, code_generation
-from lowering_tests.lowerings.test_moe_lowering import H, Router
+from lowering_tests.lowerings.test_moe_lowering import E, H, Router
 
 
 class Layer(torch.nn.Module):
@@ -52,6 +53,15 @@ def test_a_dynamic_number_of_few_tokens():
     """A guard says how many there are, as at other kernels with a largest M."""
     code, left = compiled(16, dynamic=True)
     assert not left and code.count("torch.ops.fp4.norm_router.default(") == 1 and "rsqrt" not in code
+
+
+@pytest.mark.parametrize(("tokens", "kernel", "note"), [(8, "cuda_router", "the RMSNorm of its input is in the kernel"), (72, "scores + choice", "")])
+def test_what_explain_is_told(tokens, kernel, note):
+    with journal.listen() as entries:
+        compiled(tokens)
+    (entry,) = (entry for entry in entries if entry.op == "fp4.router")
+    assert (entry.m, entry.n, entry.k, entry.decision.how, entry.decision.row.kernel) == (str(tokens), E, H, "proven", kernel)
+    assert entry.note == "; ".join(filter(None, (note, "begins while the kernel before it runs")))
 
 
 def test_what_else_reads_it_reads_what_the_launch_writes():
