@@ -179,7 +179,7 @@ template <typename T, bool NORM> cudaError_t run(const RouterParams& p) {
 }
 
 bool fits(const RouterParams& p) {
-  return p.size == (int64_t)sizeof(RouterParams) && p.tokens >= 1 && p.tokens <= 1 << 16 && p.experts >= 1 && p.experts <= kMostBlocks * kExperts && p.K >= 8 && p.K <= 8192 && p.K % 8 == 0 &&
+  return p.size == (int64_t)sizeof(RouterParams) && p.tokens >= 1 && p.tokens <= 1 << 15 && p.experts >= 1 && p.experts <= kMostBlocks * kExperts && p.K >= 8 && p.K <= 8192 && p.K % 8 == 0 &&
          p.top_k >= 1 && p.top_k <= kMostChosen && p.top_k <= p.experts && p.form >= 0 && p.form <= 2 && p.weights_type >= 0 && p.weights_type <= 2 && (!p.norm_weight || p.normed);
 }
 

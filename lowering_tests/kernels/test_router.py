@@ -145,7 +145,7 @@ def test_refused_by_the_library():
     args = call(4, 64, 32, 4)
     kernel, fields = emulated(cuda.LIBRARY.source, 90), cuda.fields(*args)
     ids = torch.zeros(4, 4, dtype=torch.int64)
-    for name, values in dict(tokens=(0,), experts=(129, 3), K=(60, 8200), top_k=(0, 33), form=(3,), weights_type=(3,)).items():
+    for name, values in dict(tokens=(0, 1 << 16), experts=(129, 3), K=(60, 8200), top_k=(0, 33), form=(3,), weights_type=(3,)).items():
         for wrong in values:
             with pytest.raises(EmulatorError, match="status 1"):
                 kernel.run(params.RouterParams, fields | {name: wrong, "ids": ids}, torch.empty(4, 4))
