@@ -122,8 +122,8 @@ def test_rows_that_begin_anywhere_are_copied():
 @needs_emulator
 def test_early():
     """Tiles requested before the PDL wait are those that are attended to; without `early` nothing is read before it."""
-    for at, window in itertools.product((0, 1, 70), (None, 33)):
-        c = call(1, 4, 2, 1, 80, 64, at, window, prologue=turning(1, 1, 64), early=True)
+    for batch, at, window in (*itertools.product((1,), (0, 1, 70), (None, 33)), (3, 70, None)):
+        c = call(batch, 4, 2, 1, 80, 64, at, window, prologue=turning(1, 1, 64), early=True)
         check(c, (2, 0), constants=(*EARLY, "q_norm", "k_norm"))
     c = call(1, 4, 2, 1, 80, 64, 70)
     check(c, (2, 0))
