@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fp4_inductor.formats import nvfp4
 from fp4_inductor.kernels import forms, host, registry, run
 from fp4_inductor.kernels.linear import cuda as linear
-from fp4_inductor.kernels.router import two_launches
+from fp4_inductor.kernels.router import triton_router, two_launches
 from fp4_inductor.kernels.sparse_linear import cuda as sparse_linear
 from lowering_tests.fake_cuda import pretend_cuda
 
@@ -65,7 +65,7 @@ def test_a_routers_kernels_read_dense_operands(t):
         return mock.MagicMock(**{"__getitem__.return_value": lambda *args, **constants: calls.update({name: args})})
 
     with (
-        mock.patch.multiple(two_launches, router_scores=spy("scores"), router_choice=spy("choice")),
+        mock.patch.multiple(triton_router, router_scores=spy("scores"), router_choice=spy("choice")),
         mock.patch.object(host, "arch", return_value=90),
         mock.patch("torch.cuda.device", return_value=contextlib.nullcontext()),
     ):

@@ -10,8 +10,6 @@ from ...ops.router import FORMS
 from .. import host
 from ..forms import Launches
 from ..kernel import ANY, BY_LIBRARY, MEASURED, Kernel, On
-from ..topk.launch import tile
-from .triton_router import router_choice, router_scores
 
 # Up to so many tokens a GEMV's form is faster than the library's product: every program reads all of them.
 MOST_TOKENS = 8
@@ -19,6 +17,9 @@ MOST_TOKENS = 8
 
 def launch(x: Tensor, weight: Tensor, bias: Tensor | None, k: int, form: str, dtype: torch.dtype, early: bool = False) -> tuple[Tensor, Tensor]:
     """Scores as ``x.dtype``, then the choice. No host read. ``early`` makes no difference."""
+    from ..topk.launch import tile  # which import Triton: this file is read where there is none
+    from . import triton_router
+
     (t, h), e = x.shape, weight.shape[0]
     weights, ids = x.new_empty((t, k), dtype=dtype), x.new_empty((t, k), dtype=torch.int64)
     x, weight, bias = host.aligned(x), host.aligned(weight), None if bias is None else host.aligned(bias)  # the library's bits follow strides, too
@@ -28,10 +29,10 @@ def launch(x: Tensor, weight: Tensor, bias: Tensor | None, k: int, form: str, dt
     with torch.cuda.device(x.device):
         if t <= MOST_TOKENS:
             scores = x.new_empty((t, e))
-            router_scores[(e,)](x, weight, bias, scores, t, h, HAS_BIAS=bias is not None, PDL=pdl, **scores_tile(t, h), **begun)
+            triton_router.router_scores[(e,)](x, weight, bias, scores, t, h, HAS_BIAS=bias is not None, PDL=pdl, **scores_tile(t, h), **begun)
         else:
             scores = F.linear(x, weight, bias)
-        router_choice[(t,)](scores, weights, ids, e, K=k, FORM=FORMS.index(form), PDL=pdl, **tile(e, k), **begun)
+        triton_router.router_choice[(t,)](scores, weights, ids, e, K=k, FORM=FORMS.index(form), PDL=pdl, **tile(e, k), **begun)
     return weights, ids
 
 

@@ -361,7 +361,10 @@ void check(const void* address, int bytes, bool write) {
   if (current) access((const uint8_t*)address, bytes, write, false);
 }
 
-void prefetched(const void* global) { check_inside((const uint8_t*)global, 1, "prefetch"); }
+void prefetched(const void* global) {
+  const uint8_t* p = (const uint8_t*)global;
+  if (p >= device && p < device + kDevice) check_inside(p, 1, "prefetch");
+}
 
 void cp_async(void* shared, const void* global, int bytes, int from_global) {
   if ((uintptr_t)shared % bytes || (uintptr_t)global % bytes) fail("asynchronous copy of %d bytes between misaligned addresses", bytes);
