@@ -36,7 +36,7 @@ from ..ops.linear_chain import COUNTERS, LEAST, MOST, ChainCall, Product
 from ..ops.linear_epilogue import EpilogueCall
 from . import rank_sums, views
 from .counters import matched
-from .emit import OF_ONE_CALL, emit, erase
+from .emit import OF_ONE_CALL, emit, erase, item
 from .layout import below_views, is_call, rows_of, value
 from .missed import UNCHAINED, missed
 from .rank_sums import RankSum
@@ -383,12 +383,6 @@ def _zeros(graph: Graph, like: Tensor) -> Node:
         zeros.meta["val"] = torch.zeros(COUNTERS + 1, dtype=torch.int32, device=like.device)
     zeros.meta["custom"] = {ZEROS: True}
     return zeros
-
-
-def item(graph: Graph, node: Node, number: int) -> Node:
-    item = graph.call_function(operator.getitem, (node, number))
-    item.meta["val"] = node.meta["val"][number]
-    return item
 
 
 def _meta(call: dict[str, Any], counters: Node, before: dict[str, Any], layers: list[Node]) -> dict[str, Any]:

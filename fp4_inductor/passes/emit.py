@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -26,6 +27,13 @@ def emit(graph: Graph, op: Any, args: tuple, kwargs: dict | None = None, like: N
         with mode:
             node.meta["val"] = op(*fakes, **(kwargs or {}))
     return node
+
+
+def item(graph: Graph, node: Node, number: int) -> Node:
+    """Result ``number`` of ``node``, a call that has several."""
+    found = graph.call_function(operator.getitem, (node, number))
+    found.meta["val"] = node.meta["val"][number]
+    return found
 
 
 def erase(node: Node) -> None:

@@ -24,7 +24,7 @@ from ..ops.linear_chain import MOST, MOST_CHOSEN, MOST_EXPERTS, MOST_INNER, ROUT
 from ..ops.moe_call import MoeCall
 from . import chain, views
 from .counters import matched
-from .emit import emit, erase
+from .emit import emit, erase, item
 from .layout import below_views, is_call, rows_of, value
 from .missed import UNCHAINED, missed
 from .rms_norm import RMSNorm, read
@@ -153,7 +153,7 @@ def _rewrite(graph: Graph, moe: Node, norm: RMSNorm, routed: tuple[Node, Node | 
             Product(down.qdata, down.scale, down.global_scale, residual=None if residual is None else chain.as_row(graph, residual)),
         ]  # fmt: skip
         new = chain.launch(graph, chain.as_row(graph, norm.x), products, call.prefill, counters, moe.meta, [moe, moe])
-        result = chain.item(graph, new, 1)
+        result = item(graph, new, 1)
         shape = list(value(end).shape)
         end.replace_all_uses_with(result if shape == list(value(result).shape) else emit(graph, aten.reshape.default, (result, shape)))
     erase(end)

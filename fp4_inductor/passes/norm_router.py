@@ -11,7 +11,6 @@ kernel is one of the linear layer in front of it from then on.
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from ..kernels import select
 from ..ranges import range_in_force
 from . import norm
 from .counters import matched
-from .emit import emit, erase
+from .emit import emit, erase, item
 from .layout import below_views, value
 from .missed import APART, missed
 from .rms_norm import RMSNorm, read
@@ -36,16 +35,17 @@ def fuse(graph: Graph) -> None:
     """Rewrite every such norm in ``graph``."""
     for router in graph.find_nodes(op="call_function", target=fp4.router.default):
         found = read(below_views(router.args[0]))
-        if found is None or _row(router) is None:
+        served = _served(router) if found is not None else None
+        if found is None or served is None:
             continue
-        reason = _why_not(found, router)
+        reason = _why_not(found, router, *served)
         if reason:
             missed(found.y, value(found.y), reason, APART)
         else:
             _rewrite(graph, found, router)
 
 
-def _row(router: Node) -> tuple[int, Any] | None:
+def _served(router: Node) -> tuple[int, Any] | None:
     """The fewest tokens of the kernel that takes a norm, and its span, which has an end; None: there is none."""
     x, weight = (value(node) for node in router.args[:2])  # type: ignore[arg-type]
     options = select.plan(select.describe("router", x.device, x.dtype, weight.shape[0], weight.shape[1]), dispatch_config())
@@ -57,9 +57,8 @@ def _row(router: Node) -> tuple[int, Any] | None:
     return None
 
 
-def _why_not(found: RMSNorm, router: Node) -> str:
-    """Why a norm is no part of ``router``; empty: it can be."""
-    tokens, (least, row) = value(router.args[0]).shape[0], _row(router)
+def _why_not(found: RMSNorm, router: Node, least: int, row: Any) -> str:
+    """Why a norm is no part of ``router``; empty: it can be. The others: of :func:`_served`."""
     if reason := norm.why_not_alone(found):
         return reason
     if any(isinstance(node, Node) and node.op not in ("placeholder", "get_attr") for node in router.args[1:3]):
@@ -68,6 +67,7 @@ def _why_not(found: RMSNorm, router: Node) -> str:
         return "something is written between it and the router"
     if not norm.is_in_memory(found.x, row.max_m):
         return norm.BY_INDUCTOR
+    tokens = value(router.args[0]).shape[0]
     # Last, for it may add a guard.
     if symbols.is_within(tokens, (least, row.max_m), router.graph, range_in_force(), dispatch_config().unproven == "guard"):
         return ""
@@ -86,15 +86,12 @@ def _rewrite(graph: Graph, found: RMSNorm, router: Node) -> None:
     with graph.inserting_before(y):
         given = found.x if list(value(found.x).shape) == rows else emit(graph, aten.reshape.default, (found.x, rows))
         new = emit(graph, fp4.norm_router.default, (given, at(found.weight), found.eps, found.offset, *map(at, rest)))
-        items = []
-        for i in range(3):
-            item = graph.call_function(operator.getitem, (new, i))
-            item.meta["val"] = new.meta["val"][i]
-            items.append(item)
-        h = items[0] if shape == rows else emit(graph, aten.reshape.default, (items[0], shape))
+        h, *choice = (item(graph, new, i) for i in range(3))
+        if shape != rows:
+            h = emit(graph, aten.reshape.default, (h, shape))
     new.meta = {**router.meta, **new.meta}
     for user in list(router.users):
-        user.replace_all_uses_with(items[1 + user.args[1]])  # type: ignore[operator]
+        user.replace_all_uses_with(choice[user.args[1]])  # type: ignore[index]
         erase(user)
     erase(router)
     y.replace_all_uses_with(h)

@@ -10,7 +10,6 @@ in front of it is not that of one linear layer and a tensor, or if something bes
 
 from __future__ import annotations
 
-import operator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -29,7 +28,7 @@ from ..ranges import range_in_force
 from . import epilogue
 from .add_norm import AddNorm
 from .counters import matched
-from .emit import emit, erase
+from .emit import emit, erase, item
 from .layout import below_views, is_call, linear_arguments, rows_of, value
 from .rms_norm import RMSNorm
 
@@ -165,7 +164,7 @@ def divide(graph: Graph, norm: RMSNorm, readers: list[Node]) -> None:
     with graph.inserting_before(found.total):
         weight: Any = graph.node_copy(norm.weight) if norm.weight.op == "get_attr" else norm.weight  # type: ignore[union-attr]  # which may stand behind the sum
         call = emit(graph, rms_linear.SQUARES.op, (x, qdata, scale, global_scale, bias, found.residual, weight, norm.offset, prefill, *several))
-        y, z, squares = (_item(graph, call, i) for i in range(3))
+        y, z, squares = (item(graph, call, i) for i in range(3))
     call.meta = {**found.total.meta, **call.meta}
     if "nn_module_stack" in found.linear.meta:  # the call is still that of the linear layer, for explain()
         call.meta["nn_module_stack"] = found.linear.meta["nn_module_stack"]
@@ -181,9 +180,3 @@ def divide(graph: Graph, norm: RMSNorm, readers: list[Node]) -> None:
         reader.replace_all_uses_with(new)
         erase(reader)
         matched(op._opname)
-
-
-def _item(graph: Graph, node: Node, number: int) -> Node:
-    item = graph.call_function(operator.getitem, (node, number))
-    item.meta["val"] = node.meta["val"][number]
-    return item

@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 from ..formats.nvfp4 import HIGH_PRECISION
 from ..ops.router import HALF
 from .counters import matched
-from .emit import emit, erase
+from .emit import emit, erase, item
 from .layout import is_call, value
 from .moe.read import argument
 
@@ -40,9 +40,9 @@ def rewrite(graph: Graph, topk: Node) -> bool:
     last = found.weights
     with graph.inserting_before(topk):  # all that the choice is made of stands above it
         new = emit(graph, torch.ops.fp4.router.default, (*found.operands, argument(topk, 1, "k"), found.form, value(last).dtype))
-        parts = [graph.call_function(operator.getitem, (new, i)) for i in (0, 1)]
-    for old, part, fake in zip((last, found.ids), parts, new.meta["val"], strict=True):
-        part.meta = {**old.meta, "val": fake}
+        parts = [item(graph, new, i) for i in (0, 1)]
+    for old, part in zip((last, found.ids), parts, strict=True):
+        part.meta = {**old.meta, **part.meta}
         old.replace_all_uses_with(part)
         erase(old)
     matched("router")
