@@ -73,7 +73,7 @@ def generate(
     given_config = options.get("generation_config")
     given = {**vars(given_config), **options} if given_config is not None else options
     check_ranges(given)
-    config, rest = prepared.of(model, given_config, {name: value for name, value in options.items() if name != "generation_config"})
+    config = prepared.of(model, given_config, {name: value for name, value in options.items() if name != "generation_config"})
     check_together(given, bool(config.do_sample))
     rows = ids.shape[0] * (config.num_return_sequences or 1)
     why = reasons.of_mode(config, options.get("assistant_model"))
@@ -105,7 +105,7 @@ def generate(
         return theirs(why)
 
     run = _custom(loop, streamer, held=lookup is not None)
-    handed_on = prepared.handed_on(model, config, options, rest)
+    handed_on = prepared.handed_on(model, config, options)
     if lookup is None:
         return model.generate(ids, streamer=streamer, custom_generate=run, **handed_on)
     try:

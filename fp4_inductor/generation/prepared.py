@@ -28,16 +28,17 @@ def _complete() -> type:
     return Complete
 
 
-def of(model: Any, given: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The GenerationConfig that ``model.generate`` will make of its argument ``given`` and of ``options``; those of the options that are no part of one."""
+def of(model: Any, given: Any, options: dict[str, Any]) -> Any:
+    """The GenerationConfig that ``model.generate`` will make of its argument ``given`` and of ``options``."""
     from transformers import GenerationConfig
 
     config, _ = model._prepare_generation_config(GenerationConfig() if given is None else given)
-    return config, config.update(**options)
+    config.update(**options)
+    return config
 
 
-def handed_on(model: Any, config: Any, options: dict[str, Any], rest: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of ``model.generate`` for ``options``, of which ``of`` has made ``config`` and ``rest``, and which may have got others since.
+def handed_on(model: Any, config: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of ``model.generate`` for ``options``, of which ``of`` has made ``config``, and which may have got others since.
 
     They are ``options`` as they are if a config is among them, or if ``model.config`` has parameters of generation, for Transformers refuses some of these.
     """
@@ -47,7 +48,7 @@ def handed_on(model: Any, config: Any, options: dict[str, Any], rest: dict[str, 
     for name in _LENGTHS:
         setattr(config, name, options.get(name))
     config.__class__ = _complete()
-    return {name: value for name, value in options.items() if name in rest or not hasattr(config, name)} | {"generation_config": config}
+    return {name: value for name, value in options.items() if not hasattr(config, name)} | {"generation_config": config}
 
 
 @functools.cache

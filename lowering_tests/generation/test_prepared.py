@@ -43,8 +43,8 @@ def test_the_config_is_the_one_that_transformers_makes(options, own):
     for name, value in own.items():
         setattr(model.generation_config, name, value)
     options = dict(options, attention_mask=torch.ones_like(IDS))
-    config, rest = prepared.of(model, None, {name: value for name, value in options.items() if name != "attention_mask"})
-    given = prepared.handed_on(model, config, options, rest)
+    config = prepared.of(model, None, {name: value for name, value in options.items() if name != "attention_mask"})
+    given = prepared.handed_on(model, config, options)
     assert set(given) == {"generation_config", "attention_mask"}
     assert seen(model, options, given) == seen(model, options)
 
@@ -67,5 +67,5 @@ def test_a_given_config_is_handed_on_as_it_is():
     model = build("llama")
     mine = model.generation_config
     options = {"generation_config": mine}
-    config, rest = prepared.of(model, mine, {})
-    assert prepared.handed_on(model, config, options, rest) is options and type(mine).__name__ == "GenerationConfig"
+    config = prepared.of(model, mine, {})
+    assert prepared.handed_on(model, config, options) is options and type(mine).__name__ == "GenerationConfig"
