@@ -1,7 +1,7 @@
 // fp4.router for a few tokens in one launch on sm_90: every expert's score, each token's choice and its weights; and the RMSNorm in front of it, if the call has one.
 //
-// A cluster of up to eight blocks has eight tokens, the columns of an MMA. A block has the router's rows of 16 experts, and its warps share K. Scores go to the block that chooses for
-// their token. The choice is that of gemm/routing.cuh: an expert's rank is the number of experts that are better.
+// A cluster of up to eight blocks has eight tokens, the columns of an MMA. A block has the router's rows of 16 experts, and its warps share K. Scores go to the
+// block that chooses for their token. The choice is that of gemm/routing.cuh: an expert's rank is the number of experts that are better.
 //
 // PDL: before the wait the router's rows begin to come to L2, which is right whoever writes them; the call's `early` says that the kernel before writes neither
 // these nor the norm's weight: then a lane has its first ones in registers.
@@ -35,7 +35,7 @@ struct Memory {
   static int bytes(int chunks) { return 4 * (kSums + 2 * kTokens * kMostChosen + kWarps * (kTokens + kSums)) + chunks * 512; }
 };
 
-template <typename T> __device__ __forceinline__ void store_weight(const RouterParams& p, int at, float v) {
+__device__ __forceinline__ void store_weight(const RouterParams& p, int at, float v) {
   if (p.weights_type == 2)
     ((float*)p.y)[at] = v;
   else if (p.weights_type == 1)
@@ -55,7 +55,7 @@ template <typename T> __device__ __forceinline__ void weigh(const RouterParams& 
   mine /= sum_of_warp(sum);
   if (lane >= p.top_k) return;
   ((int64_t*)p.ids)[token * p.top_k + lane] = ids[lane];
-  store_weight<T>(p, token * p.top_k + lane, mine);
+  store_weight(p, token * p.top_k + lane, mine);
 }
 
 // A lane's part of a chunk of k is eight neighbours of a row, two k of each of four pairs of an MMA's operand: both operands have them in this order.

@@ -29,7 +29,7 @@ def _lowering(op, read: tuple[int, ...], note: str):
                 given[i] = inductor.contiguous(t)
         x, weight = given[0], given[read[0]]
         device, symbols = x.get_device(), inductor.Symbols()
-        early, told = begins_early(select.arch_of(device), (x,), tuple(given[i] for i in read)) if device.type == "cuda" else (False, "")
+        early, told = begins_early(select.arch_of(device), (x,), tuple(given[i] for i in read))
         experts, width = map(symbols.static_int, weight.get_size())
         if experts and width:
             tokens = inductor.rows_of(x)

@@ -10,7 +10,7 @@ Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -50,6 +50,14 @@ def check(op: str, x: Tensor, norm_weight: Tensor) -> None:
         raise DeviceError(f"fp4.{op}: norm_weight is elsewhere", value=str(norm_weight.device), limit=str(x.device), remedy="Move it with .to(device).")
 
 
+def inputs_behind(cases: Iterable[tuple[str, tuple]]) -> Iterator[tuple[str, tuple]]:
+    """The inputs of an op whose first argument is ``x``, with those of a norm behind ``x``."""
+    for i, (description, (x, *rest)) in enumerate(cases):
+        norm_weight = torch.randn(x.shape[-1], device=x.device).to(x.dtype)
+        eps, norm_offset = (1e-5, 1e-6)[i % 2], float(i % 3 == 1)
+        yield f"{description} eps {eps} offset {norm_offset}", (x, norm_weight, eps, norm_offset, *rest)
+
+
 def _behind_a_norm(product: OpContract) -> OpContract:
     """The contract of ``product``, an op whose first argument is ``x``, with a norm in front of it."""
     name = f"norm_{product.name}"
@@ -67,18 +75,12 @@ def _behind_a_norm(product: OpContract) -> OpContract:
         check(name, x, norm_weight)
         return product.op(rms_norm(x, norm_weight, eps, norm_offset), *rest, **options)
 
-    def inputs(device: torch.device) -> Iterator[tuple[str, tuple]]:
-        for i, (description, (x, *rest)) in enumerate(product.inputs(device)):
-            norm_weight = torch.randn(x.shape[-1], device=device).to(x.dtype)
-            eps, norm_offset = (1e-5, 1e-6)[i % 2], float(i % 3 == 1)
-            yield f"{description} eps {eps} offset {norm_offset}", (x, norm_weight, eps, norm_offset, *rest)
-
     contract = OpContract(
         name=name,
         schema=product.schema.replace("(Tensor x, ", "(Tensor x, Tensor norm_weight, float eps, float norm_offset, ", 1),
         reference=reference,
         fake=fake,
-        inputs=inputs,
+        inputs=lambda device: inputs_behind(product.inputs(device)),
         # The norm's float32 sum, and the few entries of a row that it rounds to the neighbour of what the reference has.
         tolerance={dtype: max(tolerance, 4e-6) for dtype, tolerance in product.tolerance.items()},
         any_strides=True,

@@ -9,14 +9,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 from . import router
 from .contract import OpContract, no_gradient, refuse_gradient
-from .norm_linear import check, rms_norm, rms_norm_reference
+from .norm_linear import check, inputs_behind, rms_norm, rms_norm_reference
 
 Result = tuple[Tensor, Tensor, Tensor]
 
@@ -39,13 +37,6 @@ def in_two_steps(x: Tensor, norm_weight: Tensor, eps: float, norm_offset: float,
     return h, *torch.ops.fp4.router(h, *rest)
 
 
-def inputs(device: torch.device) -> Iterator[tuple[str, tuple]]:
-    for i, (description, (x, *rest)) in enumerate(router.inputs(device)):
-        norm_weight = torch.randn(x.shape[-1], device=device).to(x.dtype)
-        eps, norm_offset = (1e-5, 1e-6)[i % 2], float(i % 3 == 1)
-        yield f"{description} eps {eps} offset {norm_offset}", (x, norm_weight, eps, norm_offset, *rest)
-
-
 CONTRACT = OpContract(
     name="norm_router",
     schema=router.CONTRACT.schema.replace("(Tensor x, ", "(Tensor x, Tensor norm_weight, float eps, float norm_offset, ", 1).replace(
@@ -53,7 +44,7 @@ CONTRACT = OpContract(
     ),
     reference=reference,
     fake=fake,
-    inputs=inputs,
+    inputs=lambda device: inputs_behind(router.inputs(device)),
     tolerance=router.CONTRACT.tolerance,
 )
 CONTRACT.implement("CompositeExplicitAutograd", in_two_steps)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...errors import FP4Error
 from ...kernels import select
+from ...kernels.select import Call
 from ...ops import router
 from .engine import choose_experts, obstacles, runner_of
 from .log import say_once
@@ -34,7 +35,8 @@ def take(layer: Any, moe: Any, settings: Settings, compilation: Any) -> str:
     if not reason:
         k, form = runner.router.top_k, form_of(runner.router)
         gate = runner.gate.weight
-        select.expect("router", gate.device, gate.dtype, *gate.shape)  # its kernel begins to be compiled
+        experts, width = gate.shape
+        select.compile_ahead([Call("router", select.arch_of(gate.device), gate.dtype, experts, width, triton=select.triton_version())])
 
         def route(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
             return torch.ops.fp4.router(x, weight, bias, k, form, torch.float32, True)  # no kernel of a step writes a gate

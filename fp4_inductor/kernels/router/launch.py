@@ -36,4 +36,4 @@ def norm_router(x: Tensor, norm_weight: Tensor, eps: float, norm_offset: float, 
 
 
 def _kernel(x: Tensor, weight: Tensor) -> Kernel:
-    return host.row_for("router", x, *(x.shape[0], weight.shape[0], x.shape[1])).implementation
+    return host.row_for("router", x, x.shape[0], *weight.shape).implementation
