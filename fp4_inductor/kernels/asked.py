@@ -33,10 +33,11 @@ def suits_clusters(programs: int, slots: int, format: str) -> bool:
     """Is cuda_step_attention ahead over a cache for ``programs`` KV heads of all sequences, of ``slots`` tokens each?
 
     Over short caches of up to 132 heads. H100, 520 tokens of one sequence of 8 heads: 5.9 us (triton_cached_attention 8.9), in k8v4 6.9 (8.7); of eight
-    sequences 11.8 (16.8). Over many tokens of many sequences. H200, 64 heads of 8,192 tokens: 67.9 us (78.1), fp8 40.7 (46.3); in k8v4 from 256 heads on.
+    sequences 11.8 (16.8). In the model's dtype of up to 264, two on a multiprocessor. H200, 256 heads of 520 tokens: 24.9 us (28.5), but fp8 18.1 (17.7) and
+    k8v4 19.2 (16.5). Over many tokens of many sequences. H200, 64 heads of 8,192 tokens: 67.9 us (78.1), fp8 40.7 (46.3); in k8v4 from 256 heads on.
     Few heads of long caches have too few blocks.
     """
-    if slots <= SHORT and programs <= 132:
+    if slots <= SHORT and programs <= (132 if format else 264):
         return True
     heads, tokens = (133, 1 << 21) if format == "k8v4" else (32, 1 << 19)  # at least, of all sequences
     return programs >= heads and programs * slots >= tokens
