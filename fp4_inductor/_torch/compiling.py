@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Compiled", "is_compile_error", "own_code"]
+__all__ = ["Compiled", "is_compile_error", "merge_untimed", "own_code"]
 
 
 def is_compile_error(error: BaseException) -> bool:
@@ -25,6 +25,13 @@ def own_code(function: Callable) -> Callable:
     copy = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)  # type: ignore[attr-defined]
     copy.__kwdefaults__ = function.__kwdefaults__  # type: ignore[attr-defined]
     return copy
+
+
+def merge_untimed() -> None:
+    """Let Inductor merge small kernels of the graph that it compiles now (combo kernels) without timing them. Ends with the caller's patch of its config."""
+    from torch._inductor import config
+
+    config.benchmark_combo_kernel = False
 
 
 class Compiled:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 
 import pytest
+import torch
+from torch._inductor import config
 
 import fp4_inductor
 from fp4_inductor import passes
@@ -137,3 +139,17 @@ def test_a_token_is_summed_over_ranks_in_the_launch(folders, monkeypatch, caches
     with engine(folder, quantization="fp4_inductor") as llm:
         want = [llm.ask([prompt], 6)[0] for prompt in PROMPTS]
     assert_same(got, want, 0.02)
+
+
+@pytest.mark.parametrize(("found", "timed"), [((1, 32), False), ((129, 8192), True), ((513, None), True), (None, True)])
+def test_kernels_of_few_tokens_are_merged_untimed(found, timed, monkeypatch):
+    """In the compilation of such a graph alone, whose options ask for timing."""
+    seen = []
+    monkeypatch.setattr(compiling, "range_of_compilation", lambda: found)
+    compiling.register()
+    torch._dynamo.reset()
+    options = {"benchmark_combo_kernel": True, "post_grad_custom_post_pass": lambda graph: seen.append(config.benchmark_combo_kernel)}
+    with config.patch(force_disable_caches=True):
+        torch.compile(lambda x: x + 1, options=options)(torch.ones(3))
+    assert seen == [timed]
+    assert not config.benchmark_combo_kernel, "which is torch's default"
