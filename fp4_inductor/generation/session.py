@@ -24,7 +24,7 @@ from .options import Lookup
 from .processors import Program, Stops
 from .prompts import MOST, ShortPrompts
 from .record import GenerationRecord
-from .step import State, emit, forward_of, load_values, move_on
+from .step import State, emit, forward_of, load_values
 from .streaming import Look, Mail, Outlet
 
 
@@ -156,7 +156,7 @@ class Session:
             self._values[signature] = load_values(self._values.get(signature), plan.program, state)
         positions = prompt.arguments.get("position_ids")
         last = positions[:, -1:] if positions is not None else torch.full_like(prompt.ids[:, -1:], columns - 1)
-        state.begin(prompt.ids, prompt.mask, columns, last + 1, plan.seed)
+        state.begin(prompt.ids, prompt.mask, columns - 1, last, plan.seed)
         state.stop_at(plan.stops.eos, plan.pad)
         self._padded = padded
         mail.restart()
@@ -300,7 +300,6 @@ class Session:
 
         def step() -> None:
             self._emit(forward(), state, signature, values)
-            move_on(state)
 
         def step_of_drafts() -> None:
             choose(*forward(), state, text, self.cache.counter.position, signature, values)

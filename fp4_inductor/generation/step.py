@@ -46,7 +46,13 @@ class State:
         self.pad, self.seed = numbers(), numbers()
 
     def begin(self, prompt: Tensor, mask: Tensor | None, column: int, position: Tensor, seed: int) -> None:
-        """Fill the buffers for a prompt: ``[B, T]``, its mask ``[B, T']`` or None, tokens in the cache behind it, the next position ``[B, 1]``."""
+        """Fill the buffers for a prompt, whose logits :func:`emit` gets next.
+
+        Args:
+            prompt: ``[B, T]``. mask: ``[B, T']`` or None.
+            column: tokens in the cache before the prompt's last one.
+            position: ``[B, 1]``, of the prompt's last tokens.
+        """
         self.position.copy_(position)
         self.column.fill_(column)
         self.padding.fill_(True)
@@ -102,7 +108,11 @@ def choose(logits: Tensor, seen: sampling.Seen, signature: tuple, values: list[l
 
 
 def emit(logits: Tensor, state: State, signature: tuple, values: list[list[Tensor]]) -> None:
-    """Choose the next token of each row from ``logits`` ``[B, V]`` and write it down. ``signature``, ``values``: as of :func:`choose`."""
+    """Choose the next token of each row from ``logits`` ``[B, V]``, write it down, and go on to it: the cache holds one token more.
+
+    Args:
+        signature, values: as of :func:`choose`.
+    """
     chance = sampling.uniform(state.seed, state.count, logits.shape[0]) if signature[0] else None
     token, finite = choose(logits, state, signature, values, chance)
     going = ~state.finished
@@ -118,10 +128,6 @@ def emit(logits: Tensor, state: State, signature: tuple, values: list[list[Tenso
     state.token.copy_(token.view(-1, 1))
     if state.seen.shape[1] > 1:
         state.seen.scatter_(1, token.view(-1, 1), True)
-
-
-def move_on(state: State) -> None:
-    """The cache holds one token more."""
     state.position.add_(1)
     state.column.add_(1)
 
