@@ -200,13 +200,13 @@ def moe(rows: list[dict], peers: list[dict], out: Path) -> Path | None:
 def serve(rows: list[dict], out: Path) -> Path | None:
     """Time of vLLM with the plugin over that with its own kernels, one bar a row; the start, which is no answer to a request, is left out."""
     rows = [row for row in rows if row["row"] != "start"]
-    names = list(dict.fromkeys((row["model"], row["row"]) for row in rows if row["ratio"]))
+    names = list(dict.fromkeys((row["gpu"], row["model"], row["row"]) for row in rows if row["ratio"]))
     if not names:
         return None
-    ms = {(row["model"], row["row"], row["who"]): float(row["ms"]) for row in rows}
+    ms = {(row["gpu"], row["model"], row["row"], row["who"]): float(row["ms"]) for row in rows}
     figure, axes = plt.subplots(figsize=(8, 0.6 + 0.35 * len(names)))
     ratios = [ms[(*name, OURS)] / ms[(*name, "marlin")] for name in names]
-    bars = axes.barh([f"{model}, {row}" for model, row in names], ratios)
+    bars = axes.barh([f"{gpu.split()[1]}, {model}, {row}" for gpu, model, row in names], ratios)
     axes.bar_label(
         bars, [f" {ratio:.2f} ({ms[(*name, OURS)]:.4g} ms, {ms[(*name, 'marlin')]:.4g} ms)" for name, ratio in zip(names, ratios, strict=True)], fontsize=7
     )
