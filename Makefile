@@ -24,7 +24,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.fp4_ready
 TOOLS := $(VENV)/.fp4_tools
 
-.PHONY: demo test test-slow lint pytest vllm docs readme activations support wheel clean
+.PHONY: demo test test-slow lint pytest vllm vllm-environment docs readme activations support wheel clean
 
 demo: $(READY)
 	$(BIN)/python examples/quickstart.py $(DEMO)
@@ -41,6 +41,8 @@ pytest: $(TOOLS)
 
 test-slow: $(TOOLS)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --slow $(TEST)
+
+vllm-environment: $(VLLM_VENV)/.fp4_ready
 
 vllm: $(VLLM_VENV)/.fp4_ready
 	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal lowering_tests/vllm $(SLOW) $(VLLM_TEST)

