@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
+import vllm
 from torch._inductor import config
 
 import fp4_inductor
@@ -24,6 +26,11 @@ PIECEWISE = {
 
 @pytest.fixture
 def caches(monkeypatch, tmp_path):
+    """An empty cache, but for what vLLM knows of its own models, which it learns from a process that imports them."""
+    (tmp_path / "vllm").mkdir()
+    known = Path(vllm.envs.VLLM_CACHE_ROOT, "modelinfos")
+    known.mkdir(parents=True, exist_ok=True)
+    (tmp_path / "vllm" / "modelinfos").symlink_to(known)
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "vllm"))
     monkeypatch.setenv("VLLM_DISABLE_COMPILE_CACHE", "0")
     for name in ("VLLM_ENABLE_INDUCTOR_MAX_AUTOTUNE", "VLLM_ENABLE_INDUCTOR_COORDINATE_DESCENT_TUNING"):
