@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -65,6 +66,14 @@ class Served:
 
 
 @contextmanager
+def _short_collections() -> Iterator[None]:
+    """Python's collector looks at what is made inside alone. vLLM calls it ten times for an engine, and over all that is imported a call takes 0.2 s."""
+    gc.freeze()
+    with mock.patch.object(gc, "freeze"), mock.patch.object(gc, "unfreeze"):
+        yield
+
+
+@contextmanager
 def engine(folder: Path | str, **options: Any) -> Iterator[Served]:
     """``vllm.LLM`` of a folder without a tokenizer. Everything it held is free afterwards: an engine that dies later takes the groups of the next."""
     from vllm import LLM
@@ -76,15 +85,17 @@ def engine(folder: Path | str, **options: Any) -> Iterator[Served]:
         "num_gpu_blocks_override": 64,  # of 128 tokens: a gibibyte of zeros takes a second
     } | options  # fmt: skip
     served = None
-    try:
-        served = Served(LLM(model=str(folder), **options))
-        yield served
-    finally:
-        if served is not None:
-            served.llm = None
-        gc.collect()  # what an engine that was refused leaves, too
-        cleanup_dist_env_and_memory()
-        torch._dynamo.reset()
+    with _short_collections():
+        try:
+            served = Served(LLM(model=str(folder), **options))
+            yield served
+        finally:
+            if served is not None:
+                served.llm = None
+            gc.collect()  # what an engine that was refused leaves, too
+            cleanup_dist_env_and_memory()
+            if not options["enforce_eager"]:  # what a sampler compiled serves the next engine
+                torch._dynamo.reset()
 
 
 def by_transformers(model: Any, prompts: list[list[int]] = PROMPTS, tokens: int = TOKENS, cache: Callable[[], Any] | None = None) -> list[Answer]:
