@@ -52,7 +52,7 @@ def package(tmp_path):
     """A copy of the package that a test may change."""
     for name in ("fp4_inductor", "csrc"):
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, tmp_path / "copy" / name, ignore=shutil.ignore_patterns("__pycache__", "*.so", "build"))
+            shutil.copytree(ROOT / name, tmp_path / "copy" / name, ignore=shutil.ignore_patterns("*.so", "build"))
     return tmp_path / "copy"
 
 
