@@ -61,17 +61,7 @@ inline float __expf(float v) { return std::exp(v); }
 inline float rsqrtf(float v) { return 1.f / std::sqrt(v); }
 inline float __fdividef(float a, float b) { return a / b; }
 
-inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
-  const uint64_t bytes = (uint64_t)b << 32 | a;
-  unsigned d = 0;
-  for (int i = 0; i < 4; ++i) {
-    const unsigned s = selector >> (4 * i) & 15;
-    unsigned byte = bytes >> (8 * (s & 7)) & 255;
-    if (s & 8) byte = byte & 128 ? 255 : 0;
-    d |= byte << (8 * i);
-  }
-  return d;
-}
+unsigned __byte_perm(unsigned a, unsigned b, unsigned selector);
 
 inline void __syncthreads() { emulated::block_barrier(0, (int)blockDim.x); }
 inline void __syncwarp() { emulated::warp_barrier(); }
@@ -92,57 +82,13 @@ inline int __float_as_int(float v) { return (int)__float_as_uint(v); }
 
 namespace emulated {
 
-// A double rounded to `bits` significant bits, ties to even, numbers below 2^smallest keeping its spacing.
-inline double rounded(double v, int bits, int smallest) {
-  if (v == 0 || !std::isfinite(v)) return v;
-  int e;
-  std::frexp(v, &e);
-  return std::ldexp(std::nearbyint(std::ldexp(v, bits - std::max(e, smallest))), std::max(e, smallest) - bits);
-}
-
-inline double from_bf16(unsigned short v) {
-  const unsigned u = (unsigned)v << 16;
-  float f;
-  memcpy(&f, &u, 4);
-  return f;
-}
-inline unsigned short to_bf16(double v) {
-  const double r = rounded(v, 8, -125);
-  const float f = (float)r;  // exact, or infinite
-  unsigned u;
-  memcpy(&u, &f, 4);
-  return std::isnan(v) ? 0x7FFF : (unsigned short)(u >> 16);
-}
-inline double from_f16(unsigned short v) {
-  const int e = v >> 10 & 31, m = v & 1023;
-  const double a = e == 31 ? (m ? NAN : INFINITY) : e ? std::ldexp(1024 + m, e - 25) : std::ldexp(m, -24);
-  return v & 0x8000 ? -a : a;
-}
-inline unsigned short to_f16(double v) {
-  const unsigned short sign = std::signbit(v) ? 0x8000 : 0;
-  if (std::isnan(v)) return 0x7FFF;
-  const double a = rounded(std::fabs(v), 11, -13);
-  if (a >= 65536) return sign | 0x7C00;
-  if (a < 0x1p-14) return sign | (unsigned short)std::ldexp(a, 24);
-  int e;
-  const double m = std::frexp(a, &e);  // a = m * 2^e, m in [0.5, 1)
-  return sign | (unsigned short)((e + 14) << 10 | ((int)std::ldexp(m, 11) - 1024));
-}
-
-inline double from_e4m3(unsigned char v) {
-  const int e = v >> 3 & 15, m = v & 7;
-  const double a = (v & 0x7F) == 0x7F ? NAN : e ? std::ldexp(8 + m, e - 10) : std::ldexp(m, -9);
-  return v & 0x80 ? -a : a;
-}
-inline unsigned char to_e4m3(double v) {  // what is too large becomes 448
-  const unsigned char sign = std::signbit(v) ? 0x80 : 0;
-  if (std::isnan(v)) return 0x7F;
-  const double a = std::min(rounded(std::fabs(v), 4, -5), 448.0);
-  if (a < 0x1p-6) return sign | (unsigned char)std::ldexp(a, 9);
-  int e;
-  const double m = std::frexp(a, &e);
-  return sign | (unsigned char)((e + 6) << 3 | ((int)std::ldexp(m, 4) - 8));
-}
+// In device.cpp, which is optimised and not instrumented: what a GPU does in one instruction.
+double from_bf16(unsigned short v);
+unsigned short to_bf16(double v);
+double from_f16(unsigned short v);
+unsigned short to_f16(double v);
+double from_e4m3(unsigned char v);
+unsigned char to_e4m3(double v);  // what is too large becomes 448
 
 }  // namespace emulated
 

@@ -2,31 +2,87 @@
 #include "device.h"
 
 #include <algorithm>
+#include <cmath>
 #include <map>
 #include <tuple>
 #include <vector>
+
+namespace emulated {
+namespace {
+
+uint64_t bits_of(double v) { return __builtin_bit_cast(uint64_t, v); }
+double of_bits(uint64_t bits) { return __builtin_bit_cast(double, bits); }
+double power(int e) { return of_bits((uint64_t)(e + 1023) << 52); }  // 2^e
+int exponent(double v) { return (int)(bits_of(v) >> 52 & 2047) - 1022; }  // |v| = m * 2^e, m in [0.5, 1); of what is below 2^-1022 another small one
+
+// A double rounded to `bits` significant bits, ties to even, numbers below 2^smallest keeping its spacing.
+double rounded(double v, int bits, int smallest) {
+  if (v == 0 || !std::isfinite(v)) return v;
+  const int shift = bits - std::max(exponent(v), smallest);
+  return std::nearbyint(v * power(shift)) * power(-shift);
+}
+
+}  // namespace
+
+double from_bf16(unsigned short v) { return __builtin_bit_cast(float, (uint32_t)v << 16); }
+
+unsigned short to_bf16(double v) {
+  const float f = (float)rounded(v, 8, -125);  // exact, or infinite
+  return std::isnan(v) ? 0x7FFF : (unsigned short)(__builtin_bit_cast(uint32_t, f) >> 16);
+}
+
+double from_f16(unsigned short v) {
+  const int e = v >> 10 & 31, m = v & 1023;
+  const double a = e == 31 ? (m ? NAN : INFINITY) : e ? of_bits((uint64_t)(e + 1008) << 52 | (uint64_t)m << 42) : m * 0x1p-24;
+  return v & 0x8000 ? -a : a;
+}
+
+unsigned short to_f16(double v) {
+  const unsigned short sign = std::signbit(v) ? 0x8000 : 0;
+  if (std::isnan(v)) return 0x7FFF;
+  const double a = rounded(std::fabs(v), 11, -13);
+  if (a >= 65536) return sign | 0x7C00;
+  if (a < 0x1p-14) return sign | (unsigned short)(a * 0x1p24);
+  return sign | (unsigned short)((exponent(a) + 14) << 10 | (int)(bits_of(a) >> 42 & 1023));
+}
+
+double from_e4m3(unsigned char v) {
+  const int e = v >> 3 & 15, m = v & 7;
+  const double a = (v & 0x7F) == 0x7F ? NAN : e ? of_bits((uint64_t)(e + 1016) << 52 | (uint64_t)m << 49) : m * 0x1p-9;
+  return v & 0x80 ? -a : a;
+}
+
+unsigned char to_e4m3(double v) {
+  const unsigned char sign = std::signbit(v) ? 0x80 : 0;
+  if (std::isnan(v)) return 0x7F;
+  const double a = std::min(rounded(std::fabs(v), 4, -5), 448.0);
+  if (a < 0x1p-6) return sign | (unsigned char)(a * 0x1p9);
+  return sign | (unsigned char)((exponent(a) + 6) << 3 | (int)(bits_of(a) >> 49 & 7));
+}
+
+}  // namespace emulated
+
+unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+  const uint64_t bytes = (uint64_t)b << 32 | a;
+  unsigned d = 0;
+  for (int i = 0; i < 4; ++i) {
+    const unsigned s = selector >> (4 * i) & 15;
+    unsigned byte = bytes >> (8 * (s & 7)) & 255;
+    if (s & 8) byte = byte & 128 ? 255 : 0;
+    d |= byte << (8 * i);
+  }
+  return d;
+}
 
 namespace fp4 {
 namespace {
 
 double value(bool half, uint32_t pair, int i) {
-  static const std::vector<float> halves = [] {
-    std::vector<float> table(1 << 16);
-    for (size_t v = 0; v < table.size(); ++v) table[v] = (float)emulated::from_f16(v);
-    return table;
-  }();
   const uint16_t bits = pair >> (16 * i);
-  return half ? halves[bits] : emulated::from_bf16(bits);
+  return half ? emulated::from_f16(bits) : emulated::from_bf16(bits);
 }
 
-double from_e4m3(uint8_t bits) {
-  static const std::vector<double> table = [] {
-    std::vector<double> all(256);
-    for (size_t v = 0; v < all.size(); ++v) all[v] = emulated::from_e4m3(v);
-    return all;
-  }();
-  return table[bits];
-}
+using emulated::from_e4m3;
 
 // sums[row][:] += a[row][k] * b[k][:] for k = 0, 1, ...: each sum is rounded as one number after the other is added. A compiler can do several columns at once.
 template <int K>
