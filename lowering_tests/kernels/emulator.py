@@ -33,7 +33,8 @@ FOLDER = Path(__file__).parent / "emulated"
 COMMON = ("-std=c++17", "-fPIC", f"-I{FOLDER}")
 # Every access is reported to runtime.cpp (which is linked in place of the sanitizers' own libraries), and so is undefined behaviour.
 INSTRUMENTED = ("-fsanitize=thread,alignment,shift,signed-integer-overflow,bounds", "-Wno-unknown-pragmas")
-FAST = ("-O3", "-march=native", "-ffp-contract=off")  # of the emulator itself; a product and a sum stay two roundings
+# Of the emulator itself, whose functions call each other as they are; a product and a sum stay two roundings.
+FAST = ("-O3", "-march=native", "-ffp-contract=off", "-fno-semantic-interposition")
 
 
 def tiles_of(source: str, macro: str = "TILE") -> list[tuple[int, ...]]:
@@ -125,7 +126,7 @@ class Emulated:
 
     def __init__(self, source: str | Path, arch: int = 90, defines: tuple[str, ...] = ()):
         compiled = _compile(csrc_dir() / source, arch, defines)
-        library = _made(compiled, ".so", ("-shared", str(compiled), *map(str, _runtime())))
+        library = _made(compiled, ".so", ("-shared", "-Wl,-Bsymbolic", str(compiled), *map(str, _runtime())))
         self.path, self.name = library, Path(source).stem
         self.library = ctypes.CDLL(str(library))
         self.library.emulator_allocate.restype = ctypes.c_void_p

@@ -126,15 +126,9 @@ uint8_t* reserve(size_t bytes) {
   return p == MAP_FAILED ? nullptr : (uint8_t*)p;
 }
 
-uint8_t* stacks() {
-  static uint8_t* all = reserve(kStack * kLanes * kMaxWarps * kMaxBlocks);
-  return all;
-}
-
-uint8_t* shared_of(int rank) {  // apart, so that an overrun meets nothing
-  static uint8_t* all = reserve((size_t(256) << 10) * kMaxBlocks);
-  return all + (size_t(256) << 10) * rank;
-}
+constexpr size_t kApart = size_t(256) << 10;  // of two blocks' shared memory, so that an overrun meets nothing
+uint8_t* const all_stacks = reserve(kStack * kLanes * kMaxWarps * kMaxBlocks);
+uint8_t* const all_shared = reserve(kApart * kMaxBlocks);
 
 void leave() {
   if (!_setjmp(current->at)) _longjmp(scheduler, 1);
@@ -258,7 +252,7 @@ void check_inside(const uint8_t* p, int bytes, const char* what) {
 
 void access(const uint8_t* p, int bytes, bool write, bool in_flight) {
   if (p < device || p >= device + kDevice) {
-    if (p + bytes <= shared_of(0) || p >= shared_of(kMaxBlocks)) return;  // the fiber's own stack, constants
+    if (p + bytes <= all_shared || p >= all_shared + kApart * kMaxBlocks) return;  // the fiber's own stack, constants
     return access_shared(p, bytes, write, in_flight);
   }
   if (current->began_early && std::none_of(constants.begin(), constants.end(), [&](auto& c) { return !write && p >= c.first && p + bytes <= c.second; }))
@@ -663,7 +657,7 @@ int launch(dim3 blocks, int threads, int shared_bytes, int cluster, bool early, 
           block->first_warp = rank * (threads / kLanes);
           block->live = threads;
           block->index = dim3(x, y, z + rank);
-          block->shared = shared_of(launch->place * cluster + rank);
+          block->shared = all_shared + kApart * (launch->place * cluster + rank);
           block->words.resize(shared_bytes / 4);
           memset(block->shared, 0xFF, shared_bytes);
           for (int t = 0; t < threads; ++t) {
@@ -678,7 +672,7 @@ int launch(dim3 blocks, int threads, int shared_bytes, int cluster, bool early, 
             f->waits = nullptr;
             f->flag = nullptr;
             getcontext(&f->begin);
-            f->begin.uc_stack.ss_sp = stacks() + kStack * (launch->place * cluster * threads + f->id);
+            f->begin.uc_stack.ss_sp = all_stacks + kStack * (launch->place * cluster * threads + f->id);
             f->begin.uc_stack.ss_size = kStack;
             f->begin.uc_link = nullptr;
             makecontext(&f->begin, entry, 0);
