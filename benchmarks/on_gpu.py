@@ -95,6 +95,7 @@ STEPS = (
     Step("paged-attention", 60, ("benchmarks/paged_attention.py",)),
     Step("cached-prompt", 200, ("benchmarks/cached_prompt.py",)),
     Step("candidates", 150, ("benchmarks/candidates.py", "--quick")),
+    Step("router", 30, ("benchmarks/router.py",)),
     Step("moe", 180, ("benchmarks/moe.py",), needs=TRANSFORMERS),
     Step("many-tokens", 120, ("benchmarks/many_tokens.py",)),
     Step("sparse", 150, ("benchmarks/sparse.py", "timing")),

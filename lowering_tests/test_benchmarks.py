@@ -77,6 +77,13 @@ def test_paged_attention(tmp_path):
     assert all(float(row["us"]) > 0 for row in rows) and float(rows[0]["floor_us"]) > float(rows[1]["floor_us"])
 
 
+def test_router(tmp_path):
+    run("router.py", "--smoke", "--out", str(tmp_path / "router.csv"))
+    rows = rows_of(tmp_path / "router.csv")
+    assert [(row["kernel"], row["norm"]) for row in rows] == [("scores + choice", "False"), ("scores + choice", "True")], "a CPU has no kernel of one launch"
+    assert all(float(row["us"]) > 0 for row in rows)
+
+
 def test_chain(tmp_path):
     run("chain.py", "--smoke", "--out", str(tmp_path / "chain.csv"))
     rows = rows_of(tmp_path / "chain.csv")
