@@ -215,7 +215,7 @@ def cases() -> Iterator[tuple[str, functools.partial]]:
     for macro, k, rest in (("SHARED", 1280, (-1,)), ("STREAMED", 1280, (1, 0)), ("ANY_K", 1344, (1,))):
         for tile in tiles_of("linear_wide", macro):
             yield case(dense, "linear_wide", 2 * tile[1] + 1, 650, k, (*tile, *rest))
-    for tile in (*tiles_of(WIDE_FP8), *((t, 0) for (t,) in tiles_of(WIDE_FP8, "STREAMED"))):
+    for tile in emulator.fp8_tiles():
         yield case(dense, WIDE_FP8, tile[0] - 3, 650, 1280, tile, early=1)
     yield case(dense, WIDE_FP8, 700, 1290, 1280, (), starts=(512, 768))
     for name, m in (("linear_table", 5), ("linear_wide", 50), ("linear_small", 20)):
@@ -227,7 +227,7 @@ def cases() -> Iterator[tuple[str, functools.partial]]:
         yield case(sparse, SPARSE_TABLE, m, 1034, 2048, tile)
     for (rows, tokens, groups), splits in itertools.product(tiles_of(SPARSE_WIDE), (0, 1, 4)):
         yield case(sparse, SPARSE_WIDE, tokens + 3, 650, 1280, (rows, tokens, groups, splits))
-    for tile in ((), *tiles_of(SPARSE_WIDE_FP8), *((t, 0) for (t,) in tiles_of(SPARSE_WIDE_FP8, "STREAMED"))):
+    for tile in ((), *emulator.fp8_tiles()):
         yield case(sparse, SPARSE_WIDE_FP8, (*tile, 700)[0] - 3, 650, 1280, tile, early=1)
     yield case(sparse, SPARSE_WIDE_FP8, 700, 1290, 1280, (), starts=(512, 768))
     for name, m in ((SPARSE_SMALL, 20), (SPARSE_TABLE, 8), (SPARSE_WIDE, 50)):

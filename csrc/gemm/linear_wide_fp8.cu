@@ -53,27 +53,11 @@ struct Dense {
 
 constexpr Costs kCosts{{0.77f, 1.0f, 1.23f, 1.52f}, 4.5f, 7.2f, 8.5f};
 
-cudaError_t by_tile(Tile tile, const Call<Dense>& p, void* scratch, Stream stream) {
-#define TILE(t, s) \
-  if (tile.tokens == t && tile.splits == s) return run<Dense, t, s>(false, p, scratch, stream);
-#define STREAMED(t) \
-  if (tile.tokens == t && tile.splits == 0) return run<Dense, t, 1>(true, p, scratch, stream);
-  TILE(64, 1) TILE(64, 2) TILE(64, 4) TILE(128, 1) TILE(128, 2) TILE(128, 4) TILE(192, 1) TILE(192, 2) TILE(192, 4) TILE(256, 1) TILE(256, 2) TILE(256, 4)
-  STREAMED(64) STREAMED(128) STREAMED(192) STREAMED(256)
-#undef STREAMED
-#undef TILE
-  return cudaErrorInvalidConfiguration;
-}
-
 }  // namespace
 
 extern "C" int64_t fp4_linear_wide_fp8_scratch(const LinearParams* call) { return is_call(call) ? scratch_bytes(*call) : 0; }
 
-// Returns a cudaError_t. Takes x [M, K] E4M3 in the order of wide_fp8.cuh, x_scale [M], codes, scale, global_scale, bias, second, third, early, and scratch.
-// tile: (tokens, splits), one of by_tile's, splits 0: equal shares; or 0 for best_tile(). dtype 0, 1 <= M <= 2^20, K % 256 == 0; x, codes, scale, y and scratch
-// 16-byte aligned; bias may be null.
+// serve() of multiply_fp8.cuh, with codes and scale.
 extern "C" int fp4_linear_wide_fp8(const LinearParams* call) {
-  if (!is_call(call) || !fits(*call) || call->scratch_bytes < scratch_bytes(*call)) return cudaErrorInvalidValue;
-  const Tile tile = call->tile[0] ? Tile{call->tile[0], call->tile[1]} : best_tile(call->M, call->N, call->K, kCosts);
-  return by_tile(tile, Call<Dense>::of(*call, {(const uint8_t*)call->codes, (const uint8_t*)call->scale}), call->scratch, stream_of(*call));
+  return serve<Dense>(call, kCosts, [&] { return Dense::Parts{(const uint8_t*)call->codes, (const uint8_t*)call->scale}; });
 }

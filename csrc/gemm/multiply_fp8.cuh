@@ -320,4 +320,25 @@ inline Tile best_tile(int M, int N, int K, const Costs& costs) {
   return best;
 }
 
+template <typename Weight> cudaError_t by_tile(Tile tile, const Call<Weight>& p, void* scratch, Stream stream) {
+#define TILE(t, s) \
+  if (tile.tokens == t && tile.splits == s) return run<Weight, t, s>(false, p, scratch, stream);
+#define STREAMED(t) \
+  if (tile.tokens == t && tile.splits == 0) return run<Weight, t, 1>(true, p, scratch, stream);
+  TILE(64, 1) TILE(64, 2) TILE(64, 4) TILE(128, 1) TILE(128, 2) TILE(128, 4) TILE(192, 1) TILE(192, 2) TILE(192, 4) TILE(256, 1) TILE(256, 2) TILE(256, 4)
+  STREAMED(64) STREAMED(128) STREAMED(192) STREAMED(256)
+#undef STREAMED
+#undef TILE
+  return cudaErrorInvalidConfiguration;
+}
+
+// Returns a cudaError_t. Takes x [M, K] E4M3 in the order of wide_fp8.cuh, x_scale [M], the weight whose parts() the call has, global_scale, bias, second,
+// third, early, and scratch. tile: (tokens, splits), one of by_tile's, splits 0: equal shares; or 0 for best_tile(). dtype 0, 1 <= M <= 2^20, K % 256 == 0; x,
+// weight, y and scratch 16-byte aligned; bias may be null.
+template <typename Weight, typename Parts> cudaError_t serve(const LinearParams* call, const Costs& costs, Parts parts) {
+  if (!is_call(call) || !fits(*call) || call->scratch_bytes < scratch_bytes(*call)) return cudaErrorInvalidValue;
+  const Tile tile = call->tile[0] ? Tile{call->tile[0], call->tile[1]} : best_tile(call->M, call->N, call->K, costs);
+  return by_tile(tile, Call<Weight>::of(*call, parts()), call->scratch, stream_of(*call));
+}
+
 }  // namespace fp4

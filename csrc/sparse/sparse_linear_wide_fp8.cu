@@ -105,27 +105,11 @@ struct Sparse {
 
 constexpr Costs kCosts{{0.67f, 0.84f, 1.02f, 1.21f}, 4.8f, 7.3f, 9.2f};
 
-cudaError_t by_tile(Tile tile, const Call<Sparse>& p, void* scratch, Stream stream) {
-#define TILE(t, s) \
-  if (tile.tokens == t && tile.splits == s) return run<Sparse, t, s>(false, p, scratch, stream);
-#define STREAMED(t) \
-  if (tile.tokens == t && tile.splits == 0) return run<Sparse, t, 1>(true, p, scratch, stream);
-  TILE(64, 1) TILE(64, 2) TILE(64, 4) TILE(128, 1) TILE(128, 2) TILE(128, 4) TILE(192, 1) TILE(192, 2) TILE(192, 4) TILE(256, 1) TILE(256, 2) TILE(256, 4)
-  STREAMED(64) STREAMED(128) STREAMED(192) STREAMED(256)
-#undef STREAMED
-#undef TILE
-  return cudaErrorInvalidConfiguration;
-}
-
 }  // namespace
 
 extern "C" int64_t fp4_sparse_linear_wide_fp8_scratch(const LinearParams* call) { return is_call(call) ? scratch_bytes(*call) : 0; }
 
-// Returns a cudaError_t. Takes codes uint8 [N, K/4] and meta uint8 [N, K/8], all legal metadata, and else what the dense kernel of multiply_fp8.cuh
-// does, whose tiles and limits are these.
+// serve() of multiply_fp8.cuh, with codes uint8 [N, K/4], meta uint8 [N, K/8], all legal metadata, and scale.
 extern "C" int fp4_sparse_linear_wide_fp8(const LinearParams* call) {
-  if (!is_call(call) || !fits(*call) || call->scratch_bytes < scratch_bytes(*call)) return cudaErrorInvalidValue;
-  const Tile tile = call->tile[0] ? Tile{call->tile[0], call->tile[1]} : best_tile(call->M, call->N, call->K, kCosts);
-  const Call<Sparse> c = Call<Sparse>::of(*call, {(const uint8_t*)call->codes, (const uint8_t*)call->meta, (const uint8_t*)call->scale});
-  return by_tile(tile, c, call->scratch, stream_of(*call));
+  return serve<Sparse>(call, kCosts, [&] { return Sparse::Parts{(const uint8_t*)call->codes, (const uint8_t*)call->meta, (const uint8_t*)call->scale}; });
 }

@@ -16,7 +16,7 @@ from fp4_inductor.ops import linear_glu, quantize_rows_fp8
 from fp4_inductor.ops.dequantize_fp8 import WEIGHT_FACTOR, scaled_product
 from lowering_tests.gpu.helpers import BF16, DEVICE, FP8_BOUND, FP16, bound_of, error, exact, plan_of, weight
 from lowering_tests.kernels import sparse24 as sparse
-from lowering_tests.kernels.emulator import tiles_of
+from lowering_tests.kernels.emulator import fp8_tiles, tiles_of
 
 pytestmark = pytest.mark.gpu
 fp4 = torch.ops.fp4
@@ -73,8 +73,7 @@ def test_wide(dtype):
 def test_wide_fp8():
     """Against float64 of the same E4M3 codes, where only sums and one rounding differ, and against the transient weight's path."""
     hopper()
-    source = "gemm/linear_wide_fp8.cu"
-    tiles = [None, *(csrc.tile("linear_wide_fp8", *t) for t in tiles_of(source)), *(csrc.tile("linear_wide_fp8", *t, 0) for t in tiles_of(source, "STREAMED"))]
+    tiles = [None, *(csrc.tile("linear_wide_fp8", *t) for t in fp8_tiles())]
     sms = torch.cuda.get_device_properties(DEVICE).multi_processor_count
     for n, k in ((512, 1024), (4096, 4096), (8208, 2048), (5120, 8192), (33, 256), (1000, 1280)):
         (q, s, g), bias = weight(n, k), torch.randn(n, device=DEVICE).to(BF16)
@@ -415,8 +414,7 @@ def test_sparse_wide(dtype):
 def test_sparse_wide_fp8():
     """Against float64 of the same E4M3 codes, where only sums and one rounding differ."""
     hopper()
-    source = "sparse/sparse_linear_wide_fp8.cu"
-    tiles = [None, *(csrc.tile("linear_wide_fp8", *t) for t in tiles_of(source)), *(csrc.tile("linear_wide_fp8", *t, 0) for t in tiles_of(source, "STREAMED"))]
+    tiles = [None, *(csrc.tile("linear_wide_fp8", *t) for t in fp8_tiles())]
     sms = torch.cuda.get_device_properties(DEVICE).multi_processor_count
     for n, k in ((512, 1024), (4096, 4096), (8208, 2048), (33, 256), (1000, 1280)):
         *parts, g = (t.to(DEVICE) for t in sparse.weight(n, k))

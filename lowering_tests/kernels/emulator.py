@@ -37,9 +37,17 @@ INSTRUMENTED = ("-fsanitize=thread,alignment,shift,signed-integer-overflow,bound
 FAST = ("-O3", "-march=native", "-ffp-contract=off", "-fno-semantic-interposition")
 
 
+FP8_TILES_IN = "gemm/multiply_fp8.cuh"
+
+
 def tiles_of(source: str, macro: str = "TILE") -> list[tuple[int, ...]]:
     """Those that ``csrc/<source>`` compiles."""
     return [tuple(map(int, found.split(","))) for found in re.findall(rf"\b{macro}\(([\d, ]+)\)", (csrc_dir() / source).read_text())]
+
+
+def fp8_tiles() -> list[tuple[int, ...]]:
+    """(tokens, splits) of linear_wide_fp8.cu and sparse_linear_wide_fp8.cu, which ``csrc/gemm/multiply_fp8.cuh`` names; splits 0: equal shares."""
+    return [*tiles_of(FP8_TILES_IN), *((tokens, 0) for (tokens,) in tiles_of(FP8_TILES_IN, "STREAMED"))]
 
 
 def grouped_tiles() -> list[Tile]:

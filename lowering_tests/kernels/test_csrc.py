@@ -12,7 +12,7 @@ import pytest
 
 from fp4_inductor.kernels import build, csrc
 from lowering_tests.kernels import aot
-from lowering_tests.kernels.emulator import tiles_of
+from lowering_tests.kernels.emulator import FP8_TILES_IN, tiles_of
 
 needs_nvcc = pytest.mark.skipif(build.nvcc() is None, reason="nvcc is not installed: the CUDA sources are compiled where it is")
 
@@ -54,7 +54,7 @@ SOURCES = {
     ),
     "sparse/sparse_linear_wide_fp8.cu": (
         (r"QGMMA\.SP\.64x256x64\.F32\.E4M3\.E4M3", r"QGMMA\.SP\.64x192x64", "E4M3.F16.UNPACK_B_MERGE_C", "MULTICAST", "UTMALDG", "USETMAXREG", "STSM"),
-        lambda arch, *finish: len(tiles_of("sparse/sparse_linear_wide_fp8.cu")),
+        lambda arch, *finish: len(tiles_of(FP8_TILES_IN)),
     ),
     "gemm/linear_wide.cu": (
         (r"HGMMA\.64x128x16\.F32\.BF16", r"HGMMA\.64x32x16\.F32\s", r"UTMALDG\.2D \[", r"UTMALDG\.2D\.MULTICAST", "USETMAXREG"),
@@ -71,7 +71,7 @@ SOURCES = {
             "USETMAXREG",
             "STSM",
         ),
-        lambda arch, *finish: len(tiles_of("gemm/linear_wide_fp8.cu")),
+        lambda arch, *finish: len(tiles_of(FP8_TILES_IN)),
     ),
     "moe/grouped_wide.cu": (
         (r"HMMA\.16816\.F32\.BF16", r"HGMMA\.64x32x16", r"HGMMA\.64x96x16\.F32\.BF16", "UBLKCP", r"UTMALDG\.2D", r"UTMALDG\.3D", "USETMAXREG", "LDGSTS"),
@@ -242,7 +242,7 @@ def compiled(source, arch, folder, defines, both, left_out) -> Path:
     if not both:
         put_instead([tree / "common/device.cuh"], "f(__half())", NOTHING)
     for text, instead in left_out.items():
-        put_instead([tree / source, *(tree / source).parent.glob("*.cuh")], text, instead)
+        put_instead([tree / source, *tree.rglob("*.cuh")], text, instead)
     subprocess.run([build.nvcc(), *flags, *defines, "-cubin", "-o", folder / "a.cubin", tree / source], check=True)
     return folder / "a.cubin"
 
@@ -360,8 +360,10 @@ def test_a_register_that_is_overwritten_is_found(tmp_path):
     source = tmp_path / "csrc/sparse/sparse_linear_wide_fp8.cu"
     text, wait = source.read_text(), "        wgmma_wait<0>();  // it reads metadata"
     assert text.count(wait) == 1
-    text = re.sub(r"(TILE|STREAMED)\([\d, ]+\)", "", text.replace(wait, "        // it reads metadata"))
-    source.write_text(text.replace("#undef STREAMED", "TILE(256, 4)\n#undef STREAMED"))
+    source.write_text(text.replace(wait, "        // it reads metadata"))
+    tiles = tmp_path / "csrc" / FP8_TILES_IN
+    text = re.sub(r"(TILE|STREAMED)\([\d, ]+\)", "", tiles.read_text())
+    tiles.write_text(text.replace("#undef STREAMED", "TILE(256, 4)\n#undef STREAMED"))
     flags = [flag for flag in build.cuda_flags(90) if flag not in ("-shared", "-Xcompiler", "-fPIC")]
     subprocess.run([build.nvcc(), *flags, "-cubin", "-o", tmp_path / "a.cubin", source], check=True)
     sass = subprocess.run([aot.tool("cuobjdump"), "-sass", tmp_path / "a.cubin"], capture_output=True, text=True, check=True).stdout

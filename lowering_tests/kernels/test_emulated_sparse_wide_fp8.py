@@ -9,13 +9,13 @@ import torch
 from fp4_inductor.kernels.params import LinearParams
 from fp4_inductor.ops.dequantize_fp8 import WEIGHT_FACTOR
 from lowering_tests.kernels import emulator
-from lowering_tests.kernels.emulator import Emulated, EmulatorError, emulated, linear_fields, tiles_of
+from lowering_tests.kernels.emulator import Emulated, EmulatorError, emulated, fp8_tiles, linear_fields
 from lowering_tests.kernels.sparse24 import LEGAL, WEIGHT, picks, weight
 from lowering_tests.kernels.wide_fp8 import NINE, TOLERANCE, Products, one_hot, some, tokens
 
 pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="g++ is not installed: the CUDA sources are emulated where it is")
 SOURCE = "sparse/sparse_linear_wide_fp8.cu"
-TILES = [*tiles_of(SOURCE), *((tokens, 0) for (tokens,) in tiles_of(SOURCE, "STREAMED"))]
+TILES = fp8_tiles()
 
 
 def run(x, w, bias, tile, seed: int = 0, kernel: Emulated | None = None, early: bool = False, starts: tuple[int, ...] = ()) -> torch.Tensor:

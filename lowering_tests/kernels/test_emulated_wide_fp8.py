@@ -11,12 +11,12 @@ from fp4_inductor.ops import quantize_rows_fp8
 from fp4_inductor.ops.dequantize_fp8 import WEIGHT_FACTOR
 from fp4_inductor.ops.dequantize_fp8 import reference as e4m3_weight
 from lowering_tests.kernels import emulator
-from lowering_tests.kernels.emulator import Emulated, EmulatorError, emulated, linear_fields, tiles_of
+from lowering_tests.kernels.emulator import Emulated, EmulatorError, emulated, fp8_tiles, linear_fields
 from lowering_tests.kernels.wide_fp8 import NINE, TOLERANCE, Products, one_hot, some, tokens
 
 pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="g++ is not installed: the CUDA sources are emulated where it is")
 SOURCE = "gemm/linear_wide_fp8.cu"
-TILES = [*tiles_of(SOURCE), *((tokens, 0) for (tokens,) in tiles_of(SOURCE, "STREAMED"))]
+TILES = fp8_tiles()
 
 
 def weight(n: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
