@@ -6,7 +6,6 @@ Source: transformers.cache_utils (5.17 to 5.23).
 from __future__ import annotations
 
 import gc
-import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -62,17 +61,19 @@ def rounded(length: int, most: int | None, least: int = _LEAST) -> int:
 
 
 def least_length(model: Any, batch: int) -> int:
-    """The least length of a KVCache for ``model``, a power of two: what little memory of a GPU holds, and a step reads as fast.
+    """The least length of a KVCache for ``model``, a power of two: what little memory of a GPU holds, and a step reads as fast. Of this rank's heads.
 
     Raises:
-        FP4Error: a KVCache does not know the sizes of this model.
+        FP4Error: a KVCache does not know the sizes of this model, or its ranks cannot share the heads.
     """
     from ..decoding.cache import sizes_of
+    from ..decoding.ranks import heads_here
 
     if model.device.type != "cuda":
         return _LEAST
     config = model.config.get_text_config(decoder=True)
-    token = 2 * config.num_hidden_layers * batch * math.prod(sizes_of(config)) * model.dtype.itemsize
+    heads, width = sizes_of(config)
+    token = 2 * config.num_hidden_layers * batch * heads_here(model, heads) * width * model.dtype.itemsize
     affordable = int(torch.cuda.get_device_properties(model.device).total_memory * _UNASKED) // token
     return max(_LEAST, min(_MOST_UNASKED, 1 << affordable.bit_length() >> 1))
 

@@ -12,6 +12,7 @@ from transformers import StaticCache
 import fp4_inductor
 from fp4_inductor import errors
 from fp4_inductor.decoding import attention, cache
+from fp4_inductor.decoding import ranks as decoding_ranks
 from fp4_inductor.generation import caches
 from lowering_tests.generation.conftest import build
 from lowering_tests.generation.test_streaming import Kept, same
@@ -57,6 +58,16 @@ def test_how_long_it_is_at_least(layers, heads, batch, memory, tokens, monkeypat
     assert tokens == 256 or 2 * layers * heads * 128 * 2 * batch * tokens <= memory * GIB / 128
     model.device = torch.device("cpu")
     assert caches.least_length(model, batch) == 256
+
+
+def test_a_rank_holds_its_own_heads(monkeypatch):
+    """Of two ranks each has half of them, and room for twice the tokens."""
+    config = types.SimpleNamespace(num_hidden_layers=36, num_attention_heads=8, num_key_value_heads=8, head_dim=128)
+    model = types.SimpleNamespace(config=types.SimpleNamespace(get_text_config=lambda decoder: config), dtype=torch.bfloat16, device=torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(total_memory=80 * GIB))
+    plan = {"layers.*.self_attn.k_proj": "colwise"}
+    monkeypatch.setattr(decoding_ranks, "ranks_of", lambda model: decoding_ranks.Ranks(0, 2, None, plan))
+    assert caches.least_length(model, 8) == 1024
 
 
 def test_it_is_as_long_as_the_least_and_kept_for_shorter_texts(monkeypatch):
