@@ -1,6 +1,6 @@
 """The router of a mixture of experts in one launch (``cuda_router``) and in two (scores, choice), with the RMSNorm in front of it and without.
 
-    python benchmarks/router.py                          # Qwen3-30B-A3B, gpt-oss-20b, Mixtral, Qwen3-Next; results/router.csv
+    python benchmarks/router.py                          # the layers of moe.py; results/router.csv
     python benchmarks/router.py --models qwen3_30b --tokens 8 32
     python benchmarks/router.py --smoke                  # seconds, on a CPU: does everything run?
 
@@ -16,37 +16,29 @@ from pathlib import Path
 
 import torch
 from cached_attention import rate_tb_s
+from moe import LAYERS, Layer
 from timing import copies_for, eager_us, graph_us, machine, save
 
 import fp4_inductor
 from fp4_inductor.kernels.router import cuda
 
-# Width of a token, experts, and how many of them it goes to.
-MODELS = {"qwen3_30b": (2048, 128, 8), "gpt_oss_20b": (2880, 32, 4), "mixtral": (4096, 8, 2), "qwen3_next": (2048, 512, 10)}
+LAYER_OF = {layer.name: layer for layer in LAYERS}
 TOKENS = (1, 8, 16, 32, 64, 128)
 EPS, FORM = 1e-6, "normalized"
 
 
-def ways_of(model: str, tokens: int, device: str) -> tuple[dict[tuple[str, bool], Callable[[int], object]], int]:
-    """(kernel, with a norm?) -> a call with weights number i, and how many weights there are."""
-    hidden, experts, k = MODELS[model]
-    dtype = torch.bfloat16
-    count = copies_for(hidden * experts * 2) if device == "cuda" else 2
-    weights = torch.randn(count, experts, hidden, device=device).to(dtype)
-    x, norm_weight = torch.randn(tokens, hidden, device=device).to(dtype), torch.ones(hidden, device=device, dtype=dtype)
-    rest = (None, k, FORM, dtype)
-
-    def in_two(i: int) -> object:
-        with fp4_inductor.dispatch(thresholds={"router": 0}):
-            return torch.ops.fp4.router(x, weights[i], *rest)
-
-    def norm_and_two(i: int) -> object:
-        with fp4_inductor.dispatch(thresholds={"router": 0}):
-            return torch.ops.fp4.norm_router(x, norm_weight, EPS, 0.0, weights[i], *rest)
-
-    ways: dict[tuple[str, bool], Callable[[int], object]] = {("scores + choice", False): in_two, ("scores + choice", True): norm_and_two}
-    if device == "cuda" and experts <= 128:
-        norm = cuda.Norm(norm_weight, EPS, 0.0)
+def ways_of(layer: Layer, tokens: int, device: str) -> tuple[dict[tuple[str, bool], Callable[[int], object]], int]:
+    """(kernel, with a norm?) -> a call with weights number i, and how many weights there are. The operators take two launches."""
+    made = dict(device=device, dtype=torch.bfloat16)
+    count = copies_for(layer.hidden * layer.experts * 2) if device == "cuda" else 2
+    weights = [torch.randn(layer.experts, layer.hidden, **made) for _ in range(count)]
+    x, norm = torch.randn(tokens, layer.hidden, **made), cuda.Norm(torch.ones(layer.hidden, **made), EPS, 0.0)
+    rest = (None, layer.top_k, FORM, torch.bfloat16)
+    ways: dict[tuple[str, bool], Callable[[int], object]] = {
+        ("scores + choice", False): lambda i: torch.ops.fp4.router(x, weights[i], *rest),
+        ("scores + choice", True): lambda i: torch.ops.fp4.norm_router(x, *norm, weights[i], *rest),
+    }
+    if device == "cuda" and layer.experts <= (cuda.KERNELS[0].most_n or 0):
         ways[cuda.NAME, False] = lambda i: cuda.launch(x, weights[i], *rest)
         ways[cuda.NAME, True] = lambda i: cuda.launch(x, weights[i], *rest, norm=norm)
     return ways, count
@@ -54,7 +46,7 @@ def ways_of(model: str, tokens: int, device: str) -> tuple[dict[tuple[str, bool]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--models", nargs="+", choices=LAYER_OF, default=list(LAYER_OF))
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
     parser.add_argument("--smoke", action="store_true", help="tiny sizes on a CPU")
     parser.add_argument("--out", type=Path)
@@ -65,12 +57,13 @@ def main() -> None:
         args.models, args.tokens = ["mixtral"], [3]
     rows = []
     for model, tokens in itertools.product(args.models, args.tokens):
-        hidden, experts, k = MODELS[model]
-        ways, count = ways_of(model, tokens, device)
-        floor = hidden * experts * 2 / rate_tb_s() / 1e6
+        layer = LAYER_OF[model]
+        floor = layer.hidden * layer.experts * 2 / rate_tb_s() / 1e6
+        ways, count = ways_of(layer, tokens, device)
         for (kernel, norm), call in ways.items():
-            us = time_us(call, count)
-            sizes = dict(model=model, hidden=hidden, experts=experts, top_k=k, tokens=tokens, norm=norm)
+            with fp4_inductor.dispatch(thresholds={"router": 0}):
+                us = time_us(call, count)
+            sizes = dict(model=model, hidden=layer.hidden, experts=layer.experts, top_k=layer.top_k, tokens=tokens, norm=norm)
             rows.append(dict(machine(), **sizes, kernel=kernel, us=round(us, 2), floor_us=round(floor, 2), ratio=round(us / floor, 2)))
             print(f"{model:12} {tokens:4} tokens {'with' if norm else 'without':7} norm {kernel:16} {us:8.2f} us, floor {floor:5.2f}", flush=True)
         del ways
