@@ -48,12 +48,17 @@ GIB = 1 << 30
 SIZES = [(36, 8, 1, 80, 4096), (36, 8, 8, 80, 512), (36, 8, 4, 24, 256), (2, 2, 1, 80, 4096), (80, 64, 64, 24, 256)]
 
 
+def on_a_gpu(monkeypatch, layers, heads, memory):
+    """A model of these sizes, of which nothing else is asked, on a GPU of ``memory`` GiB."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(total_memory=memory * GIB))
+    config = types.SimpleNamespace(num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=heads, head_dim=128)
+    return types.SimpleNamespace(config=types.SimpleNamespace(get_text_config=lambda decoder: config), dtype=torch.bfloat16, device=torch.device("cuda"))
+
+
 @pytest.mark.parametrize(("layers", "heads", "batch", "memory", "tokens"), SIZES)
 def test_how_long_it_is_at_least(layers, heads, batch, memory, tokens, monkeypatch):
     """On a GPU what a 128th of its memory holds, 4,096 tokens at most, so that later calls with longer texts need no other graphs; on a CPU 256."""
-    config = types.SimpleNamespace(num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=heads, head_dim=128)
-    model = types.SimpleNamespace(config=types.SimpleNamespace(get_text_config=lambda decoder: config), dtype=torch.bfloat16, device=torch.device("cuda"))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(total_memory=memory * GIB))
+    model = on_a_gpu(monkeypatch, layers, heads, memory)
     assert caches.least_length(model, batch) == tokens
     assert tokens == 256 or 2 * layers * heads * 128 * 2 * batch * tokens <= memory * GIB / 128
     model.device = torch.device("cpu")
@@ -62,9 +67,7 @@ def test_how_long_it_is_at_least(layers, heads, batch, memory, tokens, monkeypat
 
 def test_a_rank_holds_its_own_heads(monkeypatch):
     """Of two ranks each has half of them, and room for twice the tokens."""
-    config = types.SimpleNamespace(num_hidden_layers=36, num_attention_heads=8, num_key_value_heads=8, head_dim=128)
-    model = types.SimpleNamespace(config=types.SimpleNamespace(get_text_config=lambda decoder: config), dtype=torch.bfloat16, device=torch.device("cuda"))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(total_memory=80 * GIB))
+    model = on_a_gpu(monkeypatch, layers=36, heads=8, memory=80)
     plan = {"layers.*.self_attn.k_proj": "colwise"}
     monkeypatch.setattr(decoding_ranks, "ranks_of", lambda model: decoding_ranks.Ranks(0, 2, None, plan))
     assert caches.least_length(model, 8) == 1024
