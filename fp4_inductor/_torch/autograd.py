@@ -27,3 +27,8 @@ def returns_no_view(kernel: Callable) -> Callable:
 def below_autograd() -> Any:
     """A context in which an op's own kernel is called: the one that autograd's has been in front of."""
     return torch._C._AutoDispatchBelowAutograd()
+
+
+def below_torch_function() -> Any:
+    """A context in which subclasses of Tensor are tensors to every function: their ``__torch_function__`` is not called."""
+    return torch._C.DisableTorchFunctionSubclass()

@@ -78,7 +78,7 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     # The layout these are stored in is [E, N, K]; gpt-oss presents it transposed.
     biases = (getattr(self, f"{spec.first}_bias"), self.down_proj_bias) if spec.bias else (None, None)
     products = fields_of_parts(first.parts(), biases[0]), fields_of_parts(down.parts(), biases[1])
-    return torch.ops.fp4.moe(*flat((x, top_k_index, top_k_weights), *products, spec.activation))
+    return torch.ops.fp4.moe.default(*flat((x, top_k_index, top_k_weights), *products, spec.activation))
 
 
 def _spec(module: nn.Module, name: str) -> ExpertsSpec | tuple[str, str]:

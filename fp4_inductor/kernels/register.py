@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 
@@ -39,8 +40,12 @@ from .quantize import cpu as quantize_cpu
 
 
 def _at_first_call(module: str, name: str) -> Callable:
+    @functools.cache
+    def found() -> Callable:
+        return getattr(importlib.import_module(module, __package__), name)
+
     def call(*args):
-        return getattr(importlib.import_module(module, __package__), name)(*args)
+        return found()(*args)
 
     call.__name__ = name
     return call

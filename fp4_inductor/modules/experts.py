@@ -149,7 +149,7 @@ class FP4Experts(Marked):
         if (padding := first.stored[2] - first.columns) != 0:
             rows = nn.functional.pad(rows, (0, padding))
         products = fields_of_parts(first.parts(), first.bias), fields_of_parts(down.parts(), down.bias)
-        y = torch.ops.fp4.moe(*flat((rows, ids, weights), *products, self.activation, prefill=self.prefill))
+        y = torch.ops.fp4.moe.default(*flat((rows, ids, weights), *products, self.activation, prefill=self.prefill))
         y = y if returned is None else (y.float() + returned).to(y.dtype)
         return y.reshape(*x.shape[:-1], y.shape[-1])
 

@@ -48,7 +48,7 @@ class FP8Linear(FP4Linear):
         return layer._fill(quantize_weight(weight), bias)
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return torch.ops.fp4.linear_fp8(x, self.qdata, self.scale, bias, self.prefill)
+        return torch.ops.fp4.linear_fp8.default(x, self.qdata, self.scale, bias, self.prefill)
 
     @property
     def weight(self) -> Tensor:

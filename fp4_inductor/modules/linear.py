@@ -95,7 +95,7 @@ class FP4Linear(PackedWeight):
         return self._product(x, bias)
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return torch.ops.fp4.linear(x, self.qdata, self.scale, self.global_scale, bias, self.prefill)
+        return torch.ops.fp4.linear.default(x, self.qdata, self.scale, self.global_scale, bias, self.prefill)
 
     def train_bias(self) -> FP4Linear:
         """Make the bias a Parameter that requires a gradient, in place; nothing happens to a layer without one. Returns the layer.

@@ -114,7 +114,7 @@ class SiblingLinear(FP4Linear):
             bias = packed.bias.narrow(0, start, n).to(x.dtype)
         # One element for all siblings where they are equal: the graph shows that.
         global_scale = packed.global_scale.select(0, 0 if packed.shared else self.index)
-        return torch.ops.fp4.linear(x, packed.qdata.narrow(0, start, n), packed.scale.narrow(0, start, n), global_scale, bias, self.prefill)
+        return torch.ops.fp4.linear.default(x, packed.qdata.narrow(0, start, n), packed.scale.narrow(0, start, n), global_scale, bias, self.prefill)
 
     def unpack(self) -> FP4Linear:
         """Give this layer buffers of its own (copies); its siblings stay as they are."""

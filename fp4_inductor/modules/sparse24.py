@@ -81,7 +81,7 @@ class Sparse24Linear(Sparse24Weight, FP4Linear):
         return layer._fill(torch.ops.fp4.sparse_quantize(weight, mask, scale_search, global_scale, channel_weight), bias)
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return torch.ops.fp4.sparse_linear(x, self.values, self.meta, self.scale, self.global_scale, bias, self.prefill)
+        return torch.ops.fp4.sparse_linear.default(x, self.values, self.meta, self.scale, self.global_scale, bias, self.prefill)
 
     def _dense(self, rows: slice, dtype: torch.dtype) -> Tensor:
         return torch.ops.fp4.sparse_dequantize(self.values[rows], self.meta[rows], self.scale[rows], self.global_scale, dtype)

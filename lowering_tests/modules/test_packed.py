@@ -270,14 +270,14 @@ def test_no_tensor_is_copied_by_a_call():
     """The operands of the merged call lie where the packed weight lies."""
     model = quantized("shared")
     seen = []
-    real = torch.ops.fp4.linear
+    real = torch.ops.fp4.linear.default
 
     def spy(x, qdata, *rest):
         seen.append(qdata.untyped_storage().data_ptr())
         return real(x, qdata, *rest)
 
     x = torch.randn(1, K).to(BF16)
-    with mock.patch.object(torch.ops.fp4, "linear", spy):
+    with mock.patch.object(torch.ops.fp4.linear, "default", spy):
         model(x)
     assert set(seen) == {model.q_proj.packed.qdata.untyped_storage().data_ptr()}
     assert isinstance(model.q_proj.packed, SiblingWeight)

@@ -17,6 +17,7 @@ from ...errors import CheckpointError, UnsupportedOpError
 from ...formats import nvfp4
 from ...formats.packing import PackedExperts, pack_experts
 from ...ops.activation import Activation
+from ...ops.moe import CONTRACT
 from ...ops.moe_call import flat
 from . import compiling, gpt_oss, routing
 from .dummy import fill_dummy
@@ -121,8 +122,9 @@ class _Experts(FusedMoEMethodBase):
             for name in ("w13", "w2")
         )
         on_input = bool(layer.apply_router_weight_on_input)
-        tokens = x, topk_ids, topk_weights
-        return torch.ops.fp4.moe(*flat(tokens, gate_up, down, self.activation, on_input, layer.expert_map, self.settings.prefill))
+        args = flat((x, topk_ids, topk_weights), gate_up, down, self.activation, on_input, layer.expert_map, self.settings.prefill)
+        # On a GPU vLLM runs experts inside of one operator, in Python: nothing traces them there, and a long prompt waits for the host.
+        return torch.ops.fp4.moe(*args) if torch.compiler.is_compiling() else CONTRACT.directly(x.device, *args)
 
 
 class FP4MoEMethod(_Experts):

@@ -39,7 +39,8 @@ def take(layer: Any, moe: Any, settings: Settings, compilation: Any) -> str:
         select.compile_ahead([Call("router", select.arch_of(gate.device), gate.dtype, experts, width, triton=select.triton_version())])
 
         def route(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-            return torch.ops.fp4.router(x, weight, bias, k, form, torch.float32, True)  # no kernel of a step writes a gate
+            args = x, weight, bias, k, form, torch.float32, True  # no kernel of a step writes a gate
+            return torch.ops.fp4.router(*args) if torch.compiler.is_compiling() else router.CONTRACT.directly(x.device, *args)
 
         choose_experts(runner, route)
     say_once(f"vLLM's router chooses experts: {reason}" if reason else "fp4.router chooses experts", compilation)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -23,16 +25,19 @@ def moe(call: MoeCall) -> Tensor:
         return hidden.new_zeros((hidden.shape[0], width))
     if k == 0 or inner == 0:  # biases alone remain; a shape no model has
         return contract.reference(call)
-    biases = (b.dtype for b in (gate_up.bias, down.bias) if b is not None)
+    biases = tuple(b.dtype for b in (gate_up.bias, down.bias) if b is not None)
     op = select.moe_op(gate_up.meta, down.meta)
-    form = select.moe_form(call.activation.name, call.gated, inner, experts, call.weight_on_input, biases, op)
+    form = _form(call.activation.name, call.gated, inner, experts, call.weight_on_input, biases, op)
     counts = select.Counts(experts, select.scales_of(gate_up.global_scale.shape))
     kernel = host.row_for(op, hidden, call.assignments, width, k, call.prefill, form, counts).implementation
     launch = kernel.source()
     if kernel.name == BY_EXPERT:
         return launch(call)
-    with torch.cuda.device(hidden.device):
+    with torch.cuda.device_of(hidden):
         return launch(dense(call))
+
+
+_form = functools.lru_cache(maxsize=1024)(select.moe_form)
 
 
 def dense(call: MoeCall) -> MoeCall:

@@ -19,7 +19,7 @@ def quantize_rows_fp8(x: Tensor, lane_order: bool = False) -> tuple[Tensor, Tens
     m, k = x.shape
     out, scale = _results(x, k)
     if out.numel():
-        with torch.cuda.device(x.device):
+        with torch.cuda.device_of(x):
             quantize_rows[(m,)](x.contiguous(), out, scale, k, contract.E4M3_MAX, LANE_ORDER=lane_order, **tile(m, k), **_begins(x))
     return out, scale
 

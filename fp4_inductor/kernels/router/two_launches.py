@@ -26,7 +26,7 @@ def launch(x: Tensor, weight: Tensor, bias: Tensor | None, k: int, form: str, dt
     pdl = host.arch(x.device) >= 90
     del early
     begun = host.launched_early(pdl)
-    with torch.cuda.device(x.device):
+    with torch.cuda.device_of(x):
         if t <= MOST_TOKENS:
             scores = x.new_empty((t, e))
             triton_router.router_scores[(e,)](x, weight, bias, scores, t, h, HAS_BIAS=bias is not None, PDL=pdl, **scores_tile(t, h), **begun)
