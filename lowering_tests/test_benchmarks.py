@@ -268,15 +268,20 @@ def test_on_gpu_without_test_packages(tmp_path, monkeypatch):
     assert "skipped: pip install transformers" in summary
 
 
-def test_on_gpus(tmp_path, monkeypatch):
-    """Two processes and one generate the same tokens, the two of them compiled; and multicast is off in whatever is started."""
+@pytest.mark.slow  # integrations/test_parallel.py has two ranks, too
+def test_two_processes_and_one_generate_the_same_tokens(tmp_path):
+    """The two of them compiled."""
     pytest.importorskip("transformers")
-    monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
     said = run("on_gpus.py", "--smoke", "--parts", "generate", "--budget", "280", "--out", str(tmp_path / "gpus.csv"))
     one, two = rows_of(tmp_path / "gpus.csv")
     assert (one["parallel"], two["parallel"]) == ("one", "tp") and float(two["ms"]) > 0 and float(two["of_one"]) > 0
     assert "2 of 2 rows have the tokens of one GPU" in said
     assert "generate tiny tp:" not in said, "no note: a KVCache, and one graph"
+
+
+def test_on_gpus(tmp_path, monkeypatch):
+    """Multicast is off in whatever is started; what runs beside what; which tokens are a tie."""
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import on_gpus
 

@@ -35,7 +35,11 @@ def device(monkeypatch):
     return made
 
 
-@pytest.mark.parametrize(("family", "fields", "kinds"), [("qwen3", {}, 1), ("gemma3", MIXED, 2), ("qwen3_moe", {}, 1), ("gpt_oss", MIXED, 2)])
+# gpt-oss has two kinds of layers, as Gemma 3 has, and experts, as Qwen3 MoE has.
+KINDS = [("qwen3", {}, 1), ("gpt_oss", MIXED, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("gemma3", MIXED, 2), ("qwen3_moe", {}, 1)))]
+
+
+@pytest.mark.parametrize(("family", "fields", "kinds"), KINDS)
 def test_one_graph_a_kind_and_the_same_tokens(family, fields, kinds, monkeypatch):
     """Prompts as they are, so that there may be windows, which slide: 16 tokens. Another length is no other graph.
 

@@ -135,7 +135,7 @@ def test_crop_among_exact_tokens():
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("name", "backend"),
-    [("nvfp4", "inductor"), ("fp8", "aot_eager"), ("k8v4", "aot_eager"), *(pytest.param(name, "inductor", marks=pytest.mark.slow) for name in ("fp8", "k8v4"))],
+    [("nvfp4", "inductor"), *(pytest.param(name, backend, marks=pytest.mark.slow) for name in ("fp8", "k8v4") for backend in ("aot_eager", "inductor"))],
 )
 def test_a_quantized_model_of_many_layers_is_compiled(name, backend):
     """Its layers are calls of one region, in which torch takes no None for an argument that the op writes."""

@@ -98,7 +98,7 @@ ORDERS = {
 }
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", ["before", "by what it imports", pytest.param("by its module", marks=pytest.mark.slow)])
 def test_registration_whichever_is_imported_first(order):
     code = f"{ORDERS[order]}\nmodel = AutoModelForCausalLM.from_pretrained({str(MODELOPT)!r}, dtype='auto')\n"
     code += "print(type(model.model.layers[0].mlp.up_proj).__name__)"

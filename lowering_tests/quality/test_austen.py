@@ -104,7 +104,11 @@ def test_the_unquantized_models_are_what_was_recorded(name):
     assert base(name) == pytest.approx(BF16[name], abs=2e-4)
 
 
-@pytest.mark.parametrize(("name", "search"), ADDED)
+# "amax" and "mse" are searches that the others contain.
+CASES = [pytest.param(*case, marks=[pytest.mark.slow] if case[1] in ("amax", "mse") else []) for case in ADDED]
+
+
+@pytest.mark.parametrize(("name", "search"), CASES)
 def test_recorded_cost(name, search):
     # A last bit that differs between CPUs is another code where activations have four bits: 0.0235 and 0.0253 on two kinds of Xeon.
     assert added(name, search) == pytest.approx(ADDED[name, search], abs=2.5e-3 if "w4a4" in search else TOLERANCE)
@@ -125,11 +129,13 @@ def test_the_bars_on_the_dense_model(search, monkeypatch):
     assert added("austen_dense", search) <= LIMIT[search]
 
 
+@pytest.mark.slow
 def test_calibration_is_worth_it():
     for name in ("austen_dense", "austen_sparse24"):
         assert added(name, "activation") < min(added(name, s) for s in ("amax", "four_over_six", "mse")), name
 
 
+@pytest.mark.slow
 def test_calibration_is_worth_it_for_experts():
     assert added("austen_moe", "activation") < min(added("austen_moe", s) for s in ("amax", "four_over_six", "mse"))
 

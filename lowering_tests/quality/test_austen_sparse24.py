@@ -94,6 +94,7 @@ def _show(**figures):
     print({k: round(v, 4) for k, v in figures.items()})
 
 
+@pytest.mark.slow
 def test_a_mixed_model_lies_below_the_straight_line():
     sparse, mixed = added("austen_dense", "sparsegpt", 12, 8), added("austen_dense", "sparsegpt", 12, 8, 4.0)
     dense = nats_per_byte(quantized("austen_dense", NVFP4Config("activation", calibration=calibration(12))), 8) - base("austen_dense", 8)

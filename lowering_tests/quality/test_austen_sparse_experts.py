@@ -40,6 +40,7 @@ def added(pruning: str, calibrated: int) -> float:
     return austen.nats_per_byte(model, WINDOWS) - austen.base(NAME, WINDOWS)
 
 
+@pytest.mark.slow  # the dense model's is not
 def test_sparsegpt_costs_less_than_half_of_magnitude():
     magnitude, sparsegpt = added("magnitude", 0), added("sparsegpt", 12)
     austen._show(magnitude=magnitude, sparsegpt=sparsegpt)
