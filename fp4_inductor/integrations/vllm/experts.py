@@ -16,9 +16,9 @@ from torch import Tensor
 from ...errors import CheckpointError, UnsupportedOpError
 from ...formats import nvfp4
 from ...formats.packing import PackedExperts, pack_experts
+from ...kernels.moe.held import HeldExperts
 from ...ops.activation import Activation
-from ...ops.moe import CONTRACT
-from ...ops.moe_call import flat
+from ...ops.moe_call import ExpertWeight, flat
 from . import compiling, gpt_oss, routing
 from .dummy import fill_dummy
 from .engine import (
@@ -114,17 +114,27 @@ class _Experts(FusedMoEMethodBase):
         self.own_router = routing.take(layer, self.moe, self.settings, self.compilation)
 
     def apply(self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, shared_experts: Any = None, shared_experts_input: Any = None) -> Tensor:
-        gate_up, down = (
-            (
-                *(getattr(layer, f"{name}_weight{part}") for part in ("", "_scale", "_global_scale")),
-                *(getattr(layer, f"{name}_{part}", None) for part in ("bias", META)),
-            )
-            for name in ("w13", "w2")
-        )
-        on_input = bool(layer.apply_router_weight_on_input)
-        args = flat((x, topk_ids, topk_weights), gate_up, down, self.activation, on_input, layer.expert_map, self.settings.prefill)
-        # On a GPU vLLM runs experts inside of one operator, in Python: nothing traces them there, and a long prompt waits for the host.
-        return torch.ops.fp4.moe(*args) if torch.compiler.is_compiling() else CONTRACT.directly(x.device, *args)
+        # On a GPU vLLM runs experts inside of one operator, in Python: nothing traces them there.
+        if not torch.compiler.is_compiling():
+            return self._held(layer)(x, topk_ids, topk_weights, layer.expert_map)
+        gate_up, down = (weight_of(layer, name) for name in ("w13", "w2"))
+        tokens, on_input = (x, topk_ids, topk_weights), bool(layer.apply_router_weight_on_input)
+        return torch.ops.fp4.moe(*flat(tokens, gate_up, down, self.activation, on_input, layer.expert_map, self.settings.prefill))
+
+    def _held(self, layer: Any) -> HeldExperts:
+        """Made at the first call, and again if the layer got other parameters."""
+        held = layer.__dict__.get("fp4_held")
+        if held is None or held.gate_up.qdata is not layer.w13_weight:
+            gate_up, down = (ExpertWeight(*weight_of(layer, name)) for name in ("w13", "w2"))
+            held = HeldExperts(gate_up, down, self.activation, bool(layer.apply_router_weight_on_input), self.settings.prefill)
+            layer.__dict__["fp4_held"] = held
+        return held
+
+
+def weight_of(layer: Any, name: str) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """The fields of an :class:`ExpertWeight` of a packed layer. ``name``: "w13" or "w2"."""
+    parts = (getattr(layer, f"{name}_weight{part}") for part in ("", "_scale", "_global_scale"))
+    return *parts, *(getattr(layer, f"{name}_{part}", None) for part in ("bias", META))  # type: ignore[return-value]
 
 
 class FP4MoEMethod(_Experts):

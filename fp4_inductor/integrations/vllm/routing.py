@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..._torch.autograd import below_torch_function
 from ...errors import FP4Error
 from ...kernels import select
+from ...kernels.router import launch
 from ...kernels.select import Call
 from ...ops import router
 from .engine import choose_experts, obstacles, runner_of
@@ -40,7 +42,10 @@ def take(layer: Any, moe: Any, settings: Settings, compilation: Any) -> str:
 
         def route(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
             args = x, weight, bias, k, form, torch.float32, True  # no kernel of a step writes a gate
-            return torch.ops.fp4.router(*args) if torch.compiler.is_compiling() else router.CONTRACT.directly(x.device, *args)
+            if torch.compiler.is_compiling() or not x.is_cuda:
+                return torch.ops.fp4.router(*args)
+            with below_torch_function():  # vLLM's parameters would see each function that gets one
+                return launch.serve(*args)  # :func:`why_not` has checked the layer
 
         choose_experts(runner, route)
     say_once(f"vLLM's router chooses experts: {reason}" if reason else "fp4.router chooses experts", compilation)

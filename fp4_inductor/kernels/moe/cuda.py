@@ -2,42 +2,57 @@
 
 from __future__ import annotations
 
-import functools
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...errors import DeviceError
 from ...ops import moe as contract
+from ...ops.activation import Activation
 from ...ops.moe_call import ExpertWeight, MoeCall
 from .. import host, select
 from .by_expert import BY_EXPERT
 
 
+class Asked(NamedTuple):
+    """What the weights of a layer ask of a kernel: arguments of :func:`.host.row_for`."""
+
+    op: str
+    width: int
+    form: tuple[str, ...]
+    counts: select.Counts
+
+
+def asked_by(gate_up: ExpertWeight, down: ExpertWeight, activation: Activation, on_input: bool) -> Asked:
+    biases = (b.dtype for b in (gate_up.bias, down.bias) if b is not None)
+    op = select.moe_op(gate_up.meta, down.meta)
+    form = select.moe_form(activation.name, gate_up.n != down.k, down.k, down.experts, on_input, biases, op)
+    return Asked(op, down.n, form, select.Counts(down.experts, select.scales_of(gate_up.global_scale.shape)))
+
+
 def moe(call: MoeCall) -> Tensor:
     """``[T, N]`` by the kernel that ``select.plan`` gives for this T * k and E."""
     contract.check(call)
-    hidden, gate_up, down, inner, experts = call.hidden, call.gate_up, call.down, call.inner, call.experts
-    if hidden.device.type != "cuda":
-        raise DeviceError("the CUDA kernel of fp4.moe got tensors elsewhere", value=str(hidden.device), limit="cuda", remedy="Move them with .to('cuda').")
-    k, width = hidden.shape[1], call.width
-    if call.assignments == 0 or experts == 0 or width == 0:
-        return hidden.new_zeros((hidden.shape[0], width))
-    if k == 0 or inner == 0:  # biases alone remain; a shape no model has
+    if call.hidden.device.type != "cuda":
+        value = str(call.hidden.device)
+        raise DeviceError("the CUDA kernel of fp4.moe got tensors elsewhere", value=value, limit="cuda", remedy="Move them with .to('cuda').")
+    return serve(call, asked_by(call.gate_up, call.down, call.activation, call.weight_on_input))
+
+
+def serve(call: MoeCall, asked: Asked) -> Tensor:
+    """:func:`moe` of a call on CUDA that ``contract.check`` accepts."""
+    hidden, k = call.hidden, call.hidden.shape[1]
+    if call.assignments == 0 or asked.counts.experts == 0 or asked.width == 0:
+        return hidden.new_zeros((hidden.shape[0], asked.width))
+    if k == 0 or call.inner == 0:  # biases alone remain; a shape no model has
         return contract.reference(call)
-    biases = tuple(b.dtype for b in (gate_up.bias, down.bias) if b is not None)
-    op = select.moe_op(gate_up.meta, down.meta)
-    form = _form(call.activation.name, call.gated, inner, experts, call.weight_on_input, biases, op)
-    counts = select.Counts(experts, select.scales_of(gate_up.global_scale.shape))
-    kernel = host.row_for(op, hidden, call.assignments, width, k, call.prefill, form, counts).implementation
+    kernel = host.row_for(asked.op, hidden, call.assignments, asked.width, k, call.prefill, asked.form, asked.counts).implementation
     launch = kernel.source()
     if kernel.name == BY_EXPERT:
         return launch(call)
     with torch.cuda.device_of(hidden):
         return launch(dense(call))
-
-
-_form = functools.lru_cache(maxsize=1024)(select.moe_form)
 
 
 def dense(call: MoeCall) -> MoeCall:

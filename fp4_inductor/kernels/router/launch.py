@@ -18,6 +18,11 @@ from . import cuda
 def router(x: Tensor, weight: Tensor, bias: Tensor | None, k: int, form: str, dtype: torch.dtype, early: bool = False) -> tuple[Tensor, Tensor]:
     """By the kernel that serves so many tokens."""
     contract.check(x, weight, bias, k, form, dtype)
+    return serve(x, weight, bias, k, form, dtype, early)
+
+
+def serve(x: Tensor, weight: Tensor, bias: Tensor | None, k: int, form: str, dtype: torch.dtype, early: bool = False) -> tuple[Tensor, Tensor]:
+    """:func:`router` of a call that ``contract.check`` accepts."""
     if not x.shape[0]:
         return x.new_empty((0, k), dtype=dtype), x.new_empty((0, k), dtype=torch.int64)
     *_, weights, ids = _kernel(x, weight).source()(x, weight, bias, k, form, dtype, early)
