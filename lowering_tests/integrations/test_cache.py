@@ -215,7 +215,7 @@ def test_two_graphs_that_write_the_cache_where_it_lies(family, backend):
         assert not cache_copies(code, tuple(cache.layers[0].keys.shape))
 
 
-@pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
+@pytest.mark.parametrize("backend", [pytest.param("inductor", marks=pytest.mark.slow), "aot_eager"])
 def test_layers_that_are_alike_are_compiled_once(backend):
     model = fp4_inductor.quantize_model(build("qwen3", num_hidden_layers=6), NVFP4Config("amax"), progress=False)
     ids, _ = prompt(1)

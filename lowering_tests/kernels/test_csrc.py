@@ -116,7 +116,7 @@ COMPILED = [
 ]
 # The libraries with more behind their products.
 VARIANTS = [
-    pytest.param(name, arch, marks=[] if arch == 90 else [pytest.mark.slow])
+    pytest.param(name, arch, marks=[] if arch == 90 and not (kernel.several and name.startswith("moe_grouped")) else [pytest.mark.slow])
     for name, kernel in csrc.LIBRARIES.items()
     if kernel.defines
     for arch in (80, 90, 100, 120)

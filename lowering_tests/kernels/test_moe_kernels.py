@@ -109,8 +109,8 @@ def test_sparse_grouped(cc, pairs):
         assert not global_atomics(done)
 
 
-UP = [(moe_aot.decode_up, ("qwen3_30b", GPT_OSS)), (moe_aot.decode_up, ("qwen3_30b",)), (moe_aot.grouped_up, ("qwen3_30b", 256))]
-UP += [pytest.param(moe_aot.decode_up, ("gpt_oss", GPT_OSS), marks=pytest.mark.slow)]
+UP = [(moe_aot.decode_up, ("qwen3_30b", GPT_OSS)), (moe_aot.grouped_up, ("qwen3_30b", 256))]
+UP += [pytest.param(moe_aot.decode_up, at, marks=pytest.mark.slow) for at in (("gpt_oss", GPT_OSS), ("qwen3_30b",))]
 
 
 @pytest.mark.parametrize(("compile_one", "at"), UP)
@@ -149,7 +149,7 @@ def test_rows_of_many_tokens(cc, fp8, layer):
 
 
 @pytest.mark.parametrize(("cc", "instruction"), [(90, "QGMMA"), (100, "UTC")])
-@pytest.mark.parametrize(("pairs", "of_rows"), [(4096, False), (32768, False), (4096, True)])
+@pytest.mark.parametrize(("pairs", "of_rows"), [pytest.param(4096, False, marks=pytest.mark.slow), (32768, False), (4096, True)])
 def test_products_of_tiles(cc, instruction, pairs, of_rows):
     done, warps = moe_aot.many_product(cc, "qwen3_30b", pairs, of_rows)
     assert_fits(done, warps, cc)

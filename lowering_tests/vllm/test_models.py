@@ -56,6 +56,7 @@ def test_tokens_are_those_of_transformers(folders, name, options):
     assert_equal(got, alone(folder))
 
 
+@pytest.mark.slow  # test_compiled.py compiles, and several scales are served uncompiled
 @INSIDE
 def test_compiled_with_three_scales_in_a_layer(folders):
     """q/k/v and gate/up with scales of their own are a launch each and fuse; what was loaded is what load_pretrained loads, bit for bit."""
