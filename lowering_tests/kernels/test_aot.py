@@ -196,8 +196,8 @@ def test_sparse_gemv(cc, n, k, dtype):
 
 
 def mid_cases():
-    """One M per distinct tile, up to the last M that the architecture's row serves. Without --slow that last one alone where sm_90 is not compiled for, and none
-    of an architecture that runs the code of another."""
+    """One M per distinct tile, up to the last M that the architecture's row serves. Without --slow that last one alone where sm_90 is not compiled for,
+    and none of an architecture that runs the code of another."""
     for cc, shapes in ((80, (4096, 16384)), (89, (4096,)), (90, (4096, 16384)), (100, (4096, 16384)), (120, (16384,)), (aot.GB10, (4096,))):
         spans = plan(Call("linear", cc, torch.bfloat16, 4096, 4096, csrc="no nvcc"), DispatchConfig()).rows
         last = max(row.max_m for row in spans if row.regime == "mid")
