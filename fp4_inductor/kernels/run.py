@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ..errors import DeviceError
 from ..formats.packing import MAX_SCALES
-from ..ops import quantize_rows_fp8 as rounding
 from ..ops.linear import without_products
 from ..ops.linear_w4a4 import codes_of
 from ..ops.members import spans
@@ -86,7 +85,7 @@ def multiplied(form: object, activations: tuple[Tensor, ...], weight: tuple[Tens
 
 def _activations(rounded: str, x: Tensor) -> tuple[Tensor, ...]:
     if rounded == "fp8":
-        return rounding.CONTRACT.directly(x.device, x)
+        return torch.ops.fp4.quantize_rows_fp8.default(x)
     return codes_of(x) if rounded else (x,)
 
 
@@ -96,7 +95,7 @@ def by_library(form: Library, x: Tensor, weight: tuple[Tensor, ...], bias: Tenso
     A product of E4M3 activations may fetch weights while the kernel before it runs: that is the one that rounds, which writes none, and which
     lets the product begin only after all kernels before it have ended.
     """
-    activations = rounding.CONTRACT.directly(x.device, x, form.lane_order) if form.fp8 else (x,)
+    activations = torch.ops.fp4.quantize_rows_fp8.default(x, form.lane_order) if form.fp8 else (x,)
     name = form.for_scales(1 + len(bounds)).name
     return csrc.call(name, activations, weight[:-1], weight[-1], bias, host.arch(x.device), Options(tile, Epilogue(bounds), early=form.fp8))
 

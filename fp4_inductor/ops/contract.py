@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from .._torch.autograd import below_autograd, below_torch_function, returns_no_view
+from .._torch.autograd import below_autograd, returns_no_view
 from .._torch.functional import give_twin, written
 from ..errors import UnsupportedOpError
 
@@ -37,7 +37,6 @@ class OpContract:
         struct: a class with ``of(*args, **kwargs)``, for ops of many arguments. ``reference``, ``fake`` and what is attached by
             :meth:`implement` are then written for one argument of this class. :attr:`reference` and :attr:`fake` of the contract
             take the op's own arguments all the same.
-        implementations: what :meth:`implement` attached, by dispatch key; each takes the op's own arguments.
     """
 
     name: str
@@ -48,7 +47,6 @@ class OpContract:
     tolerance: dict[torch.dtype, float]
     any_strides: bool = False
     struct: Any = None
-    implementations: dict[str, Callable] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         for name in ("reference", "fake"):
@@ -60,17 +58,7 @@ class OpContract:
 
     def implement(self, dispatch_key: str, fn: Callable) -> None:
         """Attach a kernel for one dispatch key (``"CPU"``, ``"CUDA"``, ``"CompositeExplicitAutograd"``)."""
-        self.implementations[dispatch_key] = fn = self._flat(fn)
-        LIBRARY.impl(self.name, returns_no_view(fn), dispatch_key)
-
-    def directly(self, device: torch.device, *args: Any) -> Any:
-        """The op's result by the function that ``device`` calls, without torch's dispatcher, which takes 50 to 120 us of a call on the host.
-
-        For whoever is not traced and wants no gradient: engines for inference. Tensors' ``__torch_function__`` does not see the call either.
-        """
-        key = device.type.upper()
-        with below_torch_function():
-            return self.implementations[key if key in self.implementations else "CompositeExplicitAutograd"](*args)
+        LIBRARY.impl(self.name, returns_no_view(self._flat(fn)), dispatch_key)
 
     def _flat(self, fn: Callable) -> Callable:
         """``fn`` of :attr:`struct` as a function of the op's arguments."""

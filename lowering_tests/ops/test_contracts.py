@@ -60,27 +60,6 @@ def written_by(name, args) -> list[int]:
     return [i for i in CONTRACTS[name].written if i < len(args) and args[i] is not None]
 
 
-class Seen(torch.Tensor):
-    """Whose functions are seen by ``__torch_function__``, which fails."""
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        raise AssertionError(func)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", OPS)
-def test_directly_gives_what_the_op_gives_and_sees_no_subclass(name, device):
-    contract = CONTRACTS[name]
-    for what, args in covering(cases(name, device), values=False):
-        want, own = tree_map_only(torch.Tensor, torch.clone, tuple(args)), tree_map_only(torch.Tensor, torch.clone, tuple(args))
-        expected = contract.op(*want)
-        got = contract.directly(torch.device(device), *tree_map_only(torch.Tensor, lambda t: t.as_subclass(Seen), own))
-        with torch._C.DisableTorchFunctionSubclass():
-            for a, b in zip(tensors((got, own)), tensors((expected, want)), strict=True):
-                torch.testing.assert_close(a.as_subclass(torch.Tensor), b, rtol=0, atol=0, equal_nan=True, msg=what)
-
-
 def called(name: str, args):
     """``(outputs, what was written)``: the op on copies of the arguments that it writes, laid out as they are, so that it can be called again."""
     written = written_by(name, args)

@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import Tensor
 
-from ..._torch.autograd import below_torch_function
 from ...ops import moe as contract
 from ...ops.activation import Activation
 from ...ops.moe_call import ExpertWeight, MoeCall
@@ -36,11 +35,10 @@ class HeldExperts:
         Raises:
             ShapeError, DTypeError, DeviceError: as ``fp4.moe``, at the first call of its kind.
         """
-        with below_torch_function():
-            call = MoeCall(hidden, expert_ids, expert_weights, self.gate_up, self.down, self.activation, self.on_input, expert_map, self.prefill)
-            tokens, k = expert_ids.shape
-            kind = hidden.dtype, hidden.shape[1:], expert_ids.dtype, k, expert_weights.dtype, hidden.device, expert_map is None
-            if kind not in self._checked or hidden.shape[0] != tokens or expert_weights.shape != expert_ids.shape:
-                contract.check(call)
-                self._checked.add(kind)
-            return by_expert.moe(call) if self.asked is None else cuda.serve(call, self.asked)
+        call = MoeCall(hidden, expert_ids, expert_weights, self.gate_up, self.down, self.activation, self.on_input, expert_map, self.prefill)
+        tokens, k = expert_ids.shape
+        kind = hidden.dtype, hidden.shape[1:], expert_ids.dtype, k, expert_weights.dtype, hidden.device, expert_map is None
+        if kind not in self._checked or hidden.shape[0] != tokens or expert_weights.shape != expert_ids.shape:
+            contract.check(call)
+            self._checked.add(kind)
+        return by_expert.moe(call) if self.asked is None else cuda.serve(call, self.asked)
