@@ -205,6 +205,9 @@ def _run(call: Call, loop: LoopOptions) -> Any:
     given = arguments.pop("past_key_values", None)
     given = given if getattr(given, "_is_user_defined", False) else None
     mask = arguments.pop("attention_mask", None)
+    length = getattr(config, "_mask_length", None)
+    if mask is None and length:  # from 5.18 on Transformers drops a mask that hides nothing: its length says whether the cache has some of the tokens
+        mask = call.ids.new_ones((call.ids.shape[0], length))
     program, why = read_processors(call.processors, call.ids.shape[1], bool(config.do_sample))
     stops, more = read_criteria(call.criteria)
     why = [*reasons.of_version(transformers_version()), *reasons.of_config(config), *reasons.of_model(model, arguments), *why, *more]

@@ -164,6 +164,27 @@ def test_a_conversation_goes_on_in_the_callers_cache(family):
     assert int(cache.get_seq_length()) == int(theirs_cache.get_seq_length()) == 32
 
 
+def without_mask(model, input_ids, generation_config, **rest):
+    """What Transformers does from 5.18 on: a mask that hides nothing is dropped, and its length is written down."""
+    mask = rest.pop("attention_mask", None)
+    if mask is not None:
+        generation_config._mask_length = mask.shape[1]
+    return fp4_inductor.generate_loop(model, input_ids, generation_config=generation_config, **rest)
+
+
+def test_a_conversation_goes_on_where_a_mask_is_dropped(llama):
+    texts = []
+    for custom in (None, without_mask):
+        cache, ids = static(llama), IDS
+        for _ in range(2):
+            ids = llama.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, custom_generate=custom, **GREEDY | {"max_new_tokens": 10})
+            assert int(cache.get_seq_length()) == ids.shape[1] - 1
+            ids = torch.cat([ids, IDS[:, :4]], dim=1)
+        texts.append(ids)
+    assert record_of(llama).prompt.startswith("as it is")
+    assert torch.equal(*texts)
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3", "mistral"])
 def test_tokens_that_are_too_many_are_taken_back_from_the_cache(family):
     """A full window cannot be shifted back: then every token is looked at."""
