@@ -110,8 +110,11 @@ def _entry(processor: Any, prompt: int) -> Entry | str:
     if kind is theirs.TemperatureLogitsWarper:
         return _number("temperature", processor.temperature)
     if kind is theirs.RepetitionPenaltyLogitsProcessor:
-        if processor.prompt_ignore_length:
-            return f"{why} with prompt_ignore_length={processor.prompt_ignore_length}"
+        ignored = processor.prompt_ignore_length
+        if isinstance(ignored, Tensor):  # of each row, its padding: Transformers 5.23
+            ignored = ignored.max().item()
+        if ignored:
+            return f"{why} with prompt_ignore_length={ignored}"
         return _number("repetition_penalty", processor.penalty)
     if kind is theirs.TopKLogitsWarper:
         return Entry("top_k", (processor.top_k,), lambda vocabulary: [])

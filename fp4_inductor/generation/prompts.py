@@ -127,9 +127,10 @@ def _takes_index(model: Any) -> bool:
     """Does the model's code tell an index of the tokens whose logits are wanted from their number? Other code would take one for the other."""
     owner = next(cls for cls in type(model).__mro__ if "forward" in vars(cls))
     try:
-        return "isinstance(logits_to_keep, int)" in inspect.getsource(sys.modules[owner.__module__])
+        source = inspect.getsource(sys.modules[owner.__module__])
     except (KeyError, OSError, TypeError):  # no file
         return False
+    return any(told in source for told in ("isinstance(logits_to_keep, int)", "slice_logits_to_keep(hidden_states, logits_to_keep)"))
 
 
 def _why_never(cache: Any, device: Host, accepts: set[str]) -> str:

@@ -108,12 +108,25 @@ def test_the_order_is_that_of_the_list():
     assert not torch.equal(*results)
 
 
+def with_padding(lengths):
+    """As Transformers 5.23 makes it where it is given a mask."""
+    made = theirs.RepetitionPenaltyLogitsProcessor(1.1)
+    made.prompt_ignore_length = torch.tensor(lengths)
+    return made
+
+
+def test_a_repetition_penalty_without_padding_is_served():
+    program, why = read_processors([with_padding([0, 0])], 10, True)
+    assert [entry.name for entry in program.entries] == ["repetition_penalty"] and why == []
+
+
 @pytest.mark.parametrize(
     ("processor", "why"),
     [
         (theirs.NoRepeatNGramLogitsProcessor(2), "NoRepeatNGramLogitsProcessor is not served"),
         (theirs.TopKLogitsWarper(5, filter_value=-100.0), "filter_value=-100"),
         (theirs.RepetitionPenaltyLogitsProcessor(1.1, prompt_ignore_length=3), "prompt_ignore_length=3"),
+        (with_padding([0, 2]), "prompt_ignore_length=2"),
         (lambda ids, scores: scores, "<lambda> is not served"),
         (type("Mine", (theirs.TemperatureLogitsWarper,), {})(0.5), "Mine is not served"),
     ],
