@@ -142,6 +142,15 @@ def test_a_model_that_takes_a_number_of_logits_alone(monkeypatch):
     assert prompt_of(model) == "as it is (the model takes no logits_to_keep by index)"
 
 
+@pytest.mark.parametrize(("line", "takes"), [
+    ("hidden_states = slice_logits_to_keep(hidden_states, logits_to_keep)", True),  # Transformers 5.21 and later
+    ("slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep", True), ("hidden_states[:, -logits_to_keep:]", False),
+])  # fmt: skip
+def test_the_code_of_a_model_says_whether_it_takes_an_index(line, takes, monkeypatch):
+    monkeypatch.setattr(inspect, "getsource", lambda module: line)
+    assert prompts._takes_index(build("llama")) is takes
+
+
 def test_a_padded_batch_is_not_padded_again():
     model = build("llama")
     mask = torch.ones(2, 9, dtype=torch.int64)

@@ -104,7 +104,7 @@ def test_the_unquantized_models_are_what_was_recorded(name):
     assert base(name) == pytest.approx(BF16[name], abs=2e-4)
 
 
-# "amax" and "mse" are searches that the others contain.
+# "four_over_six" and "activation" try what "amax" and "mse" try, and more.
 CASES = [pytest.param(*case, marks=[pytest.mark.slow] if case[1] in ("amax", "mse") else []) for case in ADDED]
 
 

@@ -1,7 +1,7 @@
 """Experts whose weights stay where they are. What a call of ``fp4.moe`` would find out about them again is found out once.
 
-For engines, which trace no such call and want no gradient. A prompt of 2,048 tokens of Qwen3-30B-A3B in vLLM waits for the host, not for the GPU: on an H200
-57 ms with the op, 45 with what is left of it here.
+For engines, which trace no such call and want no gradient. A prompt of 2,048 tokens of Qwen3-30B-A3B in vLLM waits for the host, not for the GPU: 59 ms with
+the ops of experts and router, 45 with a prototype of this and of :func:`.router.launch.serve` (an H200, in turns).
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ class HeldExperts:
 
     Args:
         gate_up, down: as of ``fp4.moe``. They may be written, and not be moved.
+        activation: what lies between the two products.
+        on_input: the weights of the routing are those of the inputs, not of the results.
         prefill: as of ``fp4.moe``.
     """
 
