@@ -31,23 +31,11 @@ struct Dense {
     tma_load_2d(to + kCodes, maps.scales, k * 16, row, full);
   }
 
-  const uint8_t *codes[2], *scales;  // the lane's in stage 0, of row g of the warp's
-  __device__ __forceinline__ Dense(const uint8_t* shared, int local, int lane) {
-    const int g = lane >> 2, t = lane & 3;
-    codes[0] = shared + (local + g) * 128 + ((2 * t) ^ g) * 16, codes[1] = shared + (local + g) * 128 + ((2 * t + 1) ^ g) * 16;
-    scales = shared + kCodes + (local + g) * 16 + 4 * t;
-  }
+  StageFP8<8> lane_of;
+  __device__ __forceinline__ Dense(const uint8_t* shared, int local, int lane) : lane_of(shared, kCodes, local, lane) {}
   template <int TILES, typename Arrived, typename Done>
   __device__ __forceinline__ void multiply(float (&acc)[TILES][4], int stage, int, Arrived arrived, Done done) const {
-    uint4 q[2][2];
-    uint32_t s[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      s[h] = *(const uint32_t*)(scales + stage + h * 128);
-#pragma unroll
-      for (int j = 0; j < 2; ++j) q[j][h] = *(const uint4*)(codes[j] + stage + h * 1024);
-    }
-    multiply_step_fp8(acc, q, s, arrived, done);
+    lane_of.multiply(acc, stage, arrived, done);
   }
 };
 

@@ -155,8 +155,6 @@ __global__ void __launch_bounds__(Shape<Weight, TOKENS>::kThreads, 1)
   Out out{y, global_scale, bias, M, N, second, third};
   Place<S::kWStages> w;
   Place<S::kXStages> x;
-  bool frees = false;  // this lane gives back the half that was multiplied last, to block `lane` of the cluster
-  Shared last_half = x_ring.free;
 
   while (work.left > 0) {
     const int count = work.count(), k = work.k, tile = work.tile, m0 = tile % places * tile_tokens, n0 = (tile / places * kBlocks + rank) * kRows;
@@ -164,29 +162,8 @@ __global__ void __launch_bounds__(Shape<Weight, TOKENS>::kThreads, 1)
     float mine = 0.f;
     if ((int)threadIdx.x < TOKENS && m0 + (int)threadIdx.x < M) mine = x_scale[m0 + threadIdx.x];
     float acc[kTiles][4] = {};
-#pragma unroll 1
-    for (int i = 0; i < count; ++i) {
-      if (!FP4_FAULT(SKIP_WEIGHTS_WAIT)) w_ring.wait(w);
-      rows.multiply(
-          acc, w.i * S::kWeights, N - n0 - local,
-          [&](int) {
-            if (!FP4_FAULT(SKIP_TOKENS_WAIT)) x_ring.wait(x);
-            return activations + x.i * S::kHalf;
-          },
-          [&](int) {
-            if (frees && !(lane && FP4_FAULT(OTHER_BLOCK_NOT_TOLD))) mbarrier_arrive_remote(last_half, lane);
-            frees = lane < kBlocks;
-            last_half = x_ring.free_of(x);
-            x.next();
-          });
-      __syncwarp();
-      if (lane == 0) w_ring.release(w);
-      w.next();
-    }
-    wgmma_wait<0>();
-    wgmma_fence_operand(acc);
-    if (frees) mbarrier_arrive_remote(last_half, lane);  // others may fill the last half while this tile's sums are stored
-    frees = false;
+    multiply_steps_fp8<kBlocks, S::kWeights, S::kHalf>(acc, count, w_ring, w, x_ring, x, activations,
+                                                       [&](int stage, auto arrived, auto done) { rows.multiply(acc, stage, N - n0 - local, arrived, done); });
     work.next(count);
 
     auto sums = [&](int cluster) { return partial + (size_t)(cluster * kBlocks + rank) * S::kSums + threadIdx.x; };

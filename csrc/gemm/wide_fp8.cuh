@@ -56,6 +56,62 @@ __device__ __forceinline__ void multiply_step_fp8(float (&acc)[TILES][4], const 
   }
 }
 
+// A lane's codes and scales of rows g and g + HIGH of a stage, from row `local` on: 128 bytes of codes a row, behind those of all rows 16 bytes of scales a row.
+template <int HIGH> struct StageFP8 {
+  const uint8_t *codes[2], *scales;  // in stage 0
+
+  __device__ __forceinline__ StageFP8(const uint8_t* shared, int scales_begin, int local, int lane) {
+    const int g = lane >> 2, t = lane & 3;
+    codes[0] = shared + (local + g) * 128 + ((2 * t) ^ g) * 16, codes[1] = shared + (local + g) * 128 + ((2 * t + 1) ^ g) * 16;
+    scales = shared + scales_begin + (local + g) * 16 + 4 * t;
+  }
+  template <int TILES, typename Arrived, typename Done>
+  __device__ __forceinline__ void multiply(float (&acc)[TILES][4], int stage, Arrived arrived, Done done) const {
+    uint4 q[2][2];
+    uint32_t s[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      s[h] = *(const uint32_t*)(scales + stage + h * HIGH * 16);
+#pragma unroll
+      for (int j = 0; j < 2; ++j) q[j][h] = *(const uint4*)(codes[j] + stage + h * HIGH * 128);
+    }
+    multiply_step_fp8(acc, q, s, arrived, done);
+  }
+};
+
+// The mainloop of a warp that multiplies: `count` steps of both rings. A stage of activations holds half a step and is shared by the CLUSTER blocks of a cluster. It is
+// given back when the products of the next half have been issued, because only then its own are complete. multiply(stage, arrived, done) multiplies one step
+// (multiply_step_fp8); stage: the bytes to the stage of weights.
+template <int CLUSTER, int W_BYTES, int X_BYTES, int TILES, int W_STAGES, int X_STAGES, typename Multiply>
+__device__ __forceinline__ void multiply_steps_fp8(float (&acc)[TILES][4], int count, const Ring<>& w_ring, Place<W_STAGES>& w, const Ring<>& x_ring,
+                                                   Place<X_STAGES>& x, Shared activations, Multiply multiply) {
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  bool frees = false;  // this lane gives back the half that was multiplied last, to block `lane` of the cluster
+  Shared last_half = x_ring.free;
+#pragma unroll 1
+  for (int i = 0; i < count; ++i) {
+    if (!FP4_FAULT(SKIP_WEIGHTS_WAIT)) w_ring.wait(w);
+    multiply(
+        w.i * W_BYTES,
+        [&](int) {
+          if (!FP4_FAULT(SKIP_TOKENS_WAIT)) x_ring.wait(x);
+          return activations + x.i * X_BYTES;
+        },
+        [&](int) {
+          if (frees && !(lane && FP4_FAULT(OTHER_BLOCK_NOT_TOLD)) && !(!warp && FP4_FAULT(ONE_WARP_KEEPS_TOKENS))) mbarrier_arrive_remote(last_half, lane);
+          frees = lane < CLUSTER;
+          last_half = x_ring.free_of(x);
+          x.next();
+        });
+    __syncwarp();
+    if (lane == 0) w_ring.release(w);
+    w.next();
+  }
+  wgmma_wait<0>();
+  wgmma_fence_operand(acc);
+  if (frees) mbarrier_arrive_remote(last_half, lane);  // others may fill the last half while this tile's sums are stored
+}
+
 // Tokens 8 FROM .. 8 TO - 1 of a warp's rows n0 .. n0 + 15 of W, the tile's first token being row m0 of y [M, N]: sums * unit * scale of the token + added, units and
 // added of the lane's rows g and g + 8. staging: 2048 bytes of the warp's; token_scales: of the tile's tokens.
 template <int FROM, int TO, int TILES>

@@ -2,6 +2,9 @@
 //
 // The eight columns of an MMA are the tokens of the call, whether they are routed to the expert or not. So no token is gathered, and the weights of an expert
 // are decoded once. Each block makes its own list of the distinct experts of the call.
+//
+// The turns of the warps that fetch and of those that share K are those of gemm/table.cuh. The kernels are not multiply_table(): a dense product has one tile a
+// block and K alone to walk along, here the first product has items and a double buffer of sums between them, the second one walks along all experts' K.
 #pragma once
 #include "../sparse/table.cuh"
 #include "layer.cuh"

@@ -3,6 +3,9 @@
 //
 // The kernel is persistent: a block works on one item after another. An item is a tile of pairs by a group of rows of W. The tiles of one expert are neighbours
 // at each group, so that its weights come from DRAM once.
+//
+// The mainloop is not that of gemm/multiply_wide.cuh. There a warpgroup has 64 rows and warpgroups share K; here a warpgroup has 64 * SETS rows and all of K,
+// 64 threads may gather the tokens, and each warp multiplies up to 16 tokens on its own. Both have Ring, wgmma and the decoding of weights in common.
 #pragma once
 #include "../gemm/table.cuh"
 #include "route.cuh"

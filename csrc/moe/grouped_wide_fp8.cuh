@@ -1,5 +1,6 @@
-// The two products of an MoE layer by FP8 tensor cores over pairs sorted by expert (route.cuh), on sm_90: items of grouped_wide.cuh, the inner loop of
-// gemm/wide_fp8.cuh. A cluster's two blocks own 128 rows of W each and share the tile of pairs, which is copied to both at once.
+// The two products of an MoE layer by FP8 tensor cores over pairs sorted by expert (route.cuh), on sm_90: items of grouped_wide.cuh, the mainloop of
+// gemm/wide_fp8.cuh. A cluster's two blocks own 128 rows of W each and share the tile of pairs, which is copied to both at once. multiply_fp8.cuh has the same
+// mainloop in another frame: there the host knows the tiles and shares them among clusters, here the device does, and an item has a size of its own.
 #pragma once
 #include <algorithm>
 
@@ -213,9 +214,8 @@ __global__ void __launch_bounds__(384, 1)
 
   setmaxnreg_inc<(504 - kFewer) / 2>();
   if (!UP) pdl_wait_in_call();
-  const int g = lane >> 2, t = lane & 3, set = uniform(warp >> 2), local = (UP ? 8 : 16) * (4 * set + (warp & 3));  // the warp's first row
-  const uint8_t* my_codes[2] = {shared + (local + g) * 128 + ((2 * t) ^ g) * 16, shared + (local + g) * 128 + ((2 * t + 1) ^ g) * 16};
-  const uint8_t* my_scales = shared + S::kCodes + (local + g) * 16 + 4 * t;
+  const int g = lane >> 2, set = uniform(warp >> 2), local = (UP ? 8 : 16) * (4 * set + (warp & 3));  // the warp's first row
+  const StageFP8<kHigh> rows(shared, S::kCodes, local, lane);
   float* token_scales = (float*)(shared + S::kScales) + set * SIZES::kMost;
   uint8_t* staging = shared + S::kStaging + (UP ? 4 * set : warp) * 2048;
   const __nv_bfloat16* biases = UP ? between.bias : between.down_bias;
@@ -239,38 +239,8 @@ __global__ void __launch_bounds__(384, 1)
         bias[h] = biases && n < N ? __bfloat162float(biases[(size_t)items.expert * (UP ? 2 * N : N) + (UP ? between.row(n, h, N) : n)]) : 0.f;
       }
       float acc[kTokens / 8][4] = {};
-      bool frees = false;  // this lane gives back the half that was multiplied last, to block `lane` of the cluster
-      Shared last_half = x_ring.free;
-#pragma unroll 1
-      for (int k = 0; k < steps; ++k) {
-        if (!FP4_FAULT(SKIP_WEIGHTS_WAIT)) w_ring.wait(w);
-        uint4 q[2][2];
-        uint32_t s[2];
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          s[h] = *(const uint32_t*)(my_scales + w.i * S::kWeights + h * kHigh * 16);
-#pragma unroll
-          for (int j = 0; j < 2; ++j) q[j][h] = *(const uint4*)(my_codes[j] + w.i * S::kWeights + h * kHigh * 128);
-        }
-        multiply_step_fp8(
-            acc, q, s,
-            [&](int) {
-              if (!FP4_FAULT(SKIP_TOKENS_WAIT)) x_ring.wait(x);
-              return activations + x.i * S::kHalf;
-            },
-            [&](int) {
-              if (frees && (!FP4_FAULT(ONE_WARP_KEEPS_TOKENS) || warp)) mbarrier_arrive_remote(last_half, lane);
-              frees = lane < S::kBlocks;
-              last_half = x_ring.free_of(x);
-              x.next();
-            });
-        __syncwarp();
-        if (lane == 0) w_ring.release(w);
-        w.next();
-      }
-      wgmma_wait<0>();
-      wgmma_fence_operand(acc);
-      if (frees) mbarrier_arrive_remote(last_half, lane);
+      multiply_steps_fp8<S::kBlocks, S::kWeights, S::kHalf>(acc, steps, w_ring, w, x_ring, x, activations,
+                                                            [&](int stage, auto arrived, auto done) { rows.multiply(acc, stage, arrived, done); });
 #pragma unroll
       for (int i = 0; i < kOwn; ++i) {
         needed(units[i]);
