@@ -1,9 +1,10 @@
-"""The attention implementation ``"fp4_inductor"`` of Transformers: ``"sdpa"``, but for the few queries of a decode step on CUDA.
+"""The attention implementation ``"fp4_inductor"`` of Transformers: ``"sdpa"``, but over a mask on CUDA.
 
 ``"sdpa"`` over a StaticCache gets a mask, and with a mask it copies K and V of the whole cache once for each query head of a
-group (``repeat_kv``) before it calls ``F.scaled_dot_product_attention``. ``fp4.decode_attention`` reads the cache once, where
-it lies. Everything else, a prompt, a CPU, training, options that the op does not compute, runs ``"sdpa"`` itself. Masks are
-``"sdpa"``'s in either case.
+group (``repeat_kv``) before it calls ``F.scaled_dot_product_attention``, which computes what the mask leaves out, too.
+``fp4.decode_attention`` reads the cache where it lies, and no more than the mask leaves in: in a decode step, and over a bool
+mask for all heads in a prompt. Everything else, a prompt without a mask, a CPU, training, options that the op does not compute, runs
+``"sdpa"`` itself. Masks are ``"sdpa"``'s in either case.
 
 ``quantize_model`` selects it where ``"sdpa"`` was selected (``NVFP4Config(attention="keep")`` does not). The name is in no
 config.json: Transformers does not save the attention implementation.
@@ -29,7 +30,7 @@ from .._torch.symbols import statically_known_true
 from ..errors import UnsupportedOpError
 from ..kernels import registry
 from ..kernels.choose.common import FEW_QUERIES
-from ..kernels.select import attention_form
+from ..kernels.select import attention_form, is_shared
 from .handles import Handle, Offset, attend, mask_for
 
 NAME = "fp4_inductor"
@@ -153,7 +154,7 @@ def use_attention_backend(model: Any, choice: str = "auto") -> list[str]:
     if wanted:
         model.set_attn_implementation(implementations(model) | wanted)
     if any(config._attn_implementation == NAME for config in configs.values()):
-        notes.insert(0, 'attention: fp4.decode_attention for decode steps on CUDA, "sdpa" for all else')
+        notes.insert(0, 'attention: fp4.decode_attention for decode steps and over masks on CUDA, "sdpa" for all else')
     return notes
 
 
@@ -201,7 +202,7 @@ def _is_ours(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dro
         return False
     if mask is None:
         return statically_known_true(queries == 1) and heads // kv_heads <= FEW_QUERIES  # more without a mask: causal
-    return mask.dim() == 4 and statically_known_true(queries * (heads // kv_heads) <= FEW_QUERIES)
+    return is_shared(mask) or (mask.dim() == 4 and statically_known_true(queries * (heads // kv_heads) <= FEW_QUERIES))
 
 
 def _with_meaning(kwargs: dict[str, Any]) -> dict[str, Any]:

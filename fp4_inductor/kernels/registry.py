@@ -22,7 +22,7 @@ _FILES = (
     *("sparse_linear.gemv", "sparse_linear.table", "sparse_linear.small", "sparse_linear.wide", "sparse_linear.mid", "sparse_linear.wide_fp8"),
     "sparse_linear.temporary",
     *("moe.decode", "moe.decode_table", "moe.grouped_wide", "moe.grouped", "moe.many", "moe.by_expert"),
-    *("decode_attention.split", "decode_attention.by_sdpa", "cached_attention.step"),
+    *("decode_attention.split", "decode_attention.masked", "decode_attention.by_sdpa", "cached_attention.step"),
     *("cached_attention.cuda", "cached_attention.cuda_step", "cached_attention.quantized", "cached_attention.prefill", "cached_attention.composed"),
     *("paged_attention.cuda", "paged_attention.gathered"),
     *("router.cuda", "router.two_launches"),

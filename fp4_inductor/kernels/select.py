@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..config import DispatchConfig, dispatch_config
 from ..errors import ConfigError, KernelError
@@ -26,6 +27,7 @@ from .asked import (
     NOT_CONTIGUOUS,
     NOT_PLAIN,
     ODD_SLOTS,
+    OTHER_MASK,
     OTHER_ROTATION,
     OTHER_SIZE,
     OVERWRITTEN,
@@ -91,10 +93,18 @@ def of_scales(count: int, arch: int, apart: bool = False) -> str:
     return f"{count} global scales: {calls} calls, whose results are put together" if calls > 1 else f"{count} global scales: a call each, put together"
 
 
-def attention_form(d: int, codes: bool = False) -> tuple[str, ...]:
-    """What a call of ``fp4.decode_attention`` with heads of width ``d`` asks for besides what ``plain`` kernels serve. ``codes``: it has scales."""
-    asked = (f"heads of width {d}, more than 256",) if d > 256 else ()
-    return (*asked, CODES) if codes else asked
+def attention_form(d: int, codes: bool = False, shared_mask: bool = True) -> tuple[str, ...]:
+    """What a call of ``fp4.decode_attention`` with heads of width ``d`` asks for besides what ``plain`` kernels serve.
+
+    codes: it has scales. shared_mask: it has a bool mask for all heads (:func:`is_shared`).
+    """
+    asked = {f"heads of width {d}, more than 256": d > 256, CODES: codes, OTHER_MASK: not shared_mask}
+    return tuple(what for what, is_asked in asked.items() if is_asked)
+
+
+def is_shared(mask: Tensor | None) -> bool:
+    """Is it a bool mask ``[B, 1, Q, S]`` that all heads share?"""
+    return mask is not None and mask.dtype == torch.bool and mask.dim() == 4 and mask.shape[1] == 1
 
 
 def _turns_by_lanes(p: Prologue) -> bool:

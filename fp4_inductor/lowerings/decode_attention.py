@@ -26,7 +26,9 @@ def lower(query, key, value, mask=None, scale=None, key_scale=None, value_scale=
     heads, kv_heads, d = (symbols.static_int(size) for size in (heads, key.get_size()[1], d))
     if heads is not None and kv_heads and d is not None:
         m = queries * (heads // kv_heads)
-        call = select.describe("decode_attention", query.get_device(), query.get_dtype(), heads, d, form=select.attention_form(d, key_scale is not None))
+        shared = mask is not None and mask.get_dtype() == torch.bool and symbols.static_int(mask.get_size()[1]) == 1
+        form = select.attention_form(d, key_scale is not None, shared)
+        call = select.describe("decode_attention", query.get_device(), query.get_dtype(), heads, d, form=form)
         options = plan(call, dispatch_config())
         record(options, known(options, m, symbols, RUNTIME), m, note=select.ATTENTION_NOTE)
     # The layers of a model share one mask, and each would make it again.

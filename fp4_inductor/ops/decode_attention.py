@@ -1,4 +1,4 @@
-"""``fp4.decode_attention(query, key, value, mask, scale, key_scale, value_scale)``: attention of a few queries over a cache, grouped by KV head.
+"""``fp4.decode_attention(query, key, value, mask, scale, key_scale, value_scale)``: attention of queries over a cache, grouped by KV head.
 
     out[b, q, h] = softmax(scale * query[b, h, q] @ key[b, h // G].T + mask[b, h, q]) @ value[b, h // G],   G = H / Hkv
 

@@ -52,6 +52,27 @@ def check(query, key, value, mask=None, scale=None):
     return got
 
 
+@pytest.mark.parametrize(("b", "h", "kv", "q", "s", "d"), [
+    (1, 32, 8, 2048, 2064, 128), (3, 14, 2, 333, 1027, 64), (2, 8, 8, 130, 300, 80), (1, 8, 4, 700, 700, 256), (2, 4, 1, 17, 9000, 128), (1, 6, 3, 64, 40, 96),
+])  # fmt: skip
+def test_many_queries_over_a_shared_mask(b, h, kv, q, s, d):
+    """Against float64, 100 times the same bits, and whatever lies where nobody attends."""
+    at, row = torch.arange(s, device=DEVICE), torch.arange(q, device=DEVICE)[:, None]
+    behind = at <= max(s - q, 0) + row
+    holes = torch.rand(b, 1, q, s, device=DEVICE) < 0.5
+    padded = behind & (at >= torch.arange(b, device=DEVICE)[:, None, None, None] * 7)
+    for mask in ((at <= row).expand(1, 1, q, s), padded, (behind & (at > s - q + row - 100)).expand(b, 1, q, s), holes, holes[:, :, :1], holes & False):
+        query, key, value = operands(b, h, kv, q, s, d)
+        shown = slice(None) if q * s < 1 << 20 else slice(-70, None)  # float64 of all would take long
+        got = attention(query, key, value, mask)
+        want = exact(query[:, :, shown], key, value, mask.expand(-1, 1, q, s)[:, :, shown])
+        assert error(got[:, shown], want) <= contract.CONTRACT.tolerance[BF16], (q, s, d)
+        unseen = ~mask.expand(b, 1, q, s).any(2)[:, 0, :, None]
+        dirty = (t.masked_fill(unseen[:, None], float("nan")) for t in (key, value))
+        assert torch.equal(attention(query, *dirty, mask), got)
+        assert all(torch.equal(attention(query, key, value, mask), got) for _ in range(100))
+
+
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 def test_shapes_and_masks_against_float64(dtype):
     shapes = (

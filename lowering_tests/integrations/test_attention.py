@@ -20,7 +20,7 @@ from lowering_tests import fake_cuda
 
 IDS = torch.arange(1, 9).view(2, 4)
 GENERATE = dict(max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=0)
-SELECTED = 'attention: fp4.decode_attention for decode steps on CUDA, "sdpa" for all else'
+SELECTED = 'attention: fp4.decode_attention for decode steps and over masks on CUDA, "sdpa" for all else'
 
 
 def quantized(model, **options):
@@ -192,10 +192,14 @@ OURS = {
     "a step over a StaticCache": ({}, MASK, {}),
     "a step over a DynamicCache": ({}, None, {}),
     "four queries": (dict(q=4), torch.ones(1, 1, 4, 20, dtype=torch.bool), {}),
+    "four queries, a mask for each head": (dict(q=4), torch.ones(1, 8, 4, 20, dtype=torch.bool), {}),
+    "a prompt over a mask": (dict(q=5), torch.ones(1, 1, 5, 20, dtype=torch.bool), {}),
     "options that say nothing": ({}, MASK, dict(sliding_window=7, position_ids=MASK, output_attentions=False, softcap=None, is_causal=True, scaling=0.3)),
 }
 THEIRS = {
-    "a prompt": (dict(q=5), torch.ones(1, 1, 5, 20, dtype=torch.bool), {}),
+    "a prompt without a mask": (dict(q=5), None, {}),
+    "a prompt over a mask for each head": (dict(q=5), torch.ones(1, 8, 5, 20, dtype=torch.bool), {}),
+    "a prompt over a mask that is added": (dict(q=5), torch.zeros(1, 1, 5, 20, dtype=torch.bfloat16), {}),
     "several queries without a mask": (dict(q=2), None, {}),
     "float32": (dict(dtype=torch.float32), MASK, {}),
     "training": (dict(requires_grad=True), MASK, {}),
@@ -316,11 +320,11 @@ def test_kernels_that_inductor_begins_early_all_wait_before_they_let_the_next(de
         assert -1 < body.find("gdc_wait()") < body.find("gdc_launch_dependents()") < body.rfind("tl.store("), name
 
 
-def test_a_prompt_and_a_symbolic_number_of_queries_are_sdpas(decode_step, monkeypatch):
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    # torch's own asks the CUDA device which kernel it would take
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", lambda module, query, *args, **options: (query.transpose(1, 2), None))
-    assert "decode_attention" not in decode_step(NAME, 1, queries=32)
-    assert decode_step(NAME, 1, queries=4).count("torch.ops.fp4.decode_attention.default(") == 1
-    assert "decode_attention" not in decode_step(NAME, 1, queries=4, dynamic=True), "a guard on the number of queries would be one more graph"
+def test_a_prompt_and_a_symbolic_number_of_queries(decode_step):
+    """The op picks its kernel at each call: a guard on the number of queries would be one more graph."""
+    for options in (dict(queries=32), dict(queries=4), dict(queries=4, dynamic=True)):
+        with listen() as entries:
+            code = decode_step(NAME, 1, **options)
+        assert code.count("torch.ops.fp4.decode_attention.default(") == 1, options
+        kernels = {e.decision.row.kernel for e in entries if e.op == "fp4.decode_attention" and e.decision.row}
+        assert kernels == ({"triton_masked_attention"} if options == dict(queries=32) else {"triton_decode_attention"} if len(options) == 1 else kernels)

@@ -12,7 +12,9 @@ from fp4_inductor.kernels.cached_attention import quantized as quantized_launch
 from fp4_inductor.kernels.cached_attention import step as one_launch
 from fp4_inductor.kernels.cached_attention.triton_quantized import cached_attention_quantized
 from fp4_inductor.kernels.cached_attention.triton_step import cached_attention_step
+from fp4_inductor.kernels.decode_attention import masked as masked_launch
 from fp4_inductor.kernels.decode_attention import split as kernel
+from fp4_inductor.kernels.decode_attention.triton_masked import masked_attention
 from fp4_inductor.kernels.decode_attention.triton_split import decode_attention_combine, decode_attention_split
 from fp4_inductor.ops.cached_call import CachedCall, Prologue
 from lowering_tests.kernels import aot
@@ -37,6 +39,15 @@ def split(
     scales = [f"stride_{side}{dim}" for side in "xy" for dim in "bhs"]
     aligned = tuple(name for name in signature if name not in ("scale", "LENGTH", "HEADS", "QUERIES", "SPLITS", "stride_mb", "stride_mh", "stride_mq", *scales))
     return aot.compile_kernel(decode_attention_split, signature, constants, cc, c.num_warps, c.num_stages, aligned), c
+
+
+def masked(cc: int, d: int = 128, queries: int = 2048, dtype: str = "bf16") -> tuple[aot.Compiled, masked_launch.PrefillConfig]:
+    t = masked_launch.tile_of(queries, d, cc)
+    constants = masked_launch.constants(t, 4, 33, d)
+    types = dict.fromkeys(("Q", "K", "V", "OUT"), f"*{dtype}") | dict(FOUND="*u8", SEEN="*u8", BITS="*i32", scale="fp32")
+    signature = {name: types.get(name, "i32") for name in masked_attention.arg_names if name not in constants}
+    aligned = tuple(name for name in signature if name not in ("QUERIES", "LENGTH", "BLOCKS", "HEADS", "SEQUENCES", "scale"))
+    return aot.compile_kernel(masked_attention, signature, constants, cc, t.num_warps, t.num_stages, aligned), t
 
 
 def combine(cc: int, d: int = 128, splits: int = 9, dtype: str = "bf16") -> aot.Compiled:

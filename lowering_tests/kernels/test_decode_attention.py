@@ -16,11 +16,11 @@ pytest.importorskip("triton")
 from fp4_inductor.config import DispatchConfig
 from fp4_inductor.kernels import forms, host, registry
 from fp4_inductor.kernels.cached_attention import composed
-from fp4_inductor.kernels.decode_attention import by_sdpa, cuda, split, triton_split
+from fp4_inductor.kernels.decode_attention import by_sdpa, cuda, masked, split, triton_masked, triton_split
 from fp4_inductor.kernels.select import Call, attention_form, plan
 from fp4_inductor.ops.cached_call import CachedCall
 from lowering_tests.kernels import aot, attention_aot
-from lowering_tests.kernels.test_aot import assert_fits, global_atomics
+from lowering_tests.kernels.test_aot import SHARED, assert_fits, global_atomics
 from lowering_tests.own_process import cases_of
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -33,6 +33,15 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 def test_in_the_interpreter(every, counts, monkeypatch):
     monkeypatch.setenv("FP4_EVERY_CASE", every)
     cases = cases_of(Path(__file__).with_name("interpreted_attention.py"))
+    assert Counter(c["case"].split()[0] for c in cases) == counts
+
+
+@pytest.mark.parametrize(("every", "counts"), [
+    ("", {"masked": 24, "unread": 8, "packed": 24}), pytest.param("1", {"masked": 81, "unread": 36, "packed": 72}, marks=pytest.mark.slow),
+], ids=["some", "every"])  # fmt: skip
+def test_many_queries_in_the_interpreter(every, counts, monkeypatch):
+    monkeypatch.setenv("FP4_EVERY_CASE", every)
+    cases = cases_of(Path(__file__).with_name("interpreted_masked.py"))
     assert Counter(c["case"].split()[0] for c in cases) == counts
 
 
@@ -98,6 +107,22 @@ def test_keys_and_values_in_8_bits(cc, kinds, call):
     assert sum(n for op, n in done.opcodes().items() if op.startswith("I2F")) <= 4, "of divisions of sizes, not of codes"
 
 
+@pytest.mark.parametrize(("cc", "d", "queries"), [
+    (90, 128, 2048), (90, 256, 2048), (100, 128, 2048), (120, 128, 2048),
+    *(pytest.param(cc, *case, marks=pytest.mark.slow) for cc, *case in ((90, 64, 2048), (90, 128, 20), (80, 128, 2048), (80, 256, 2048), (100, 256, 2048))),
+])  # fmt: skip
+def test_many_queries(cc, d, queries):
+    """Tensor cores of the architecture, and keys and values that are copied while others are computed with."""
+    done, t = attention_aot.masked(cc, d, queries)
+    if d == 256 and t.block_m == 128:  # 128 queries of wide heads: see tile_of()
+        assert done.spills <= 48 and done.shared <= SHARED[cc] * 1024
+    else:
+        assert_fits(done, t.num_warps, cc)
+    assert done.count({90: "HGMMA" if t.block_m >= 64 else "HMMA", 100: "UTCHMMA" if t.block_m >= 64 else "HMMA"}.get(cc, "HMMA")) > 0
+    assert any(op.startswith("LDGSTS.E.BYPASS.128") for op in done.opcodes())
+    assert not global_atomics(done)
+
+
 @pytest.mark.parametrize(("length", "dtype"), [(1, "fp16"), (4104, "bf16"), (100_000, "bf16")])
 def test_other_lengths(length, dtype):
     done, c = attention_aot.split(90, 128, length=length, dtype=dtype)
@@ -116,15 +141,17 @@ def test_combine(cc, d, splits):
 
 @pytest.mark.parametrize("arch", [0, 80, 89, 90, 100, 120, 121])
 def test_which_calls_the_kernel_serves(arch):
-    def kernel(m, d=128, dtype=BF16, config=None):
-        return plan(Call("decode_attention", arch, dtype, 32, d, form=attention_form(d)), config or DispatchConfig()).pick(m).kernel
+    def kernel(m, d=128, dtype=BF16, shared=True, **thresholds):
+        form = attention_form(d, shared_mask=shared)
+        return plan(Call("decode_attention", arch, dtype, 32, d, form=form), DispatchConfig(thresholds=thresholds)).pick(m).kernel
 
-    ours = "triton_decode_attention" if arch else "sdpa"
+    few, many = ("triton_decode_attention", "triton_masked_attention") if arch else ("sdpa", "sdpa")
     for d in (8, 64, 80, 96, 128, 256):
-        assert [kernel(m, d) for m in (1, 4, 16, 17, 4096)] == [ours] * 3 + ["sdpa"] * 2
-    assert kernel(4, dtype=FP16) == ours
-    assert {kernel(4, dtype=FP32), kernel(4, 512), kernel(4, 36)} == {"sdpa"}
-    assert kernel(4, config=DispatchConfig(thresholds={"attention": 0})) == "sdpa"
+        assert [kernel(m, d) for m in (1, 4, 16, 17, 4096)] == [few] * 3 + [many] * 2
+        assert [kernel(m, d, shared=False) for m in (1, 16, 17)] == [few] * 2 + ["sdpa"]
+    assert kernel(4, dtype=FP16) == few and kernel(17, dtype=FP16) == many
+    assert {kernel(m, *call) for m in (4, 17) for call in ((128, FP32), (512,), (36,))} == {"sdpa"}
+    assert kernel(4, attention=0) == many
 
 
 @pytest.mark.parametrize("arch", [0, 80, 90, 120])
@@ -215,6 +242,25 @@ def test_a_mask_is_never_expanded_in_memory(shape, h, q, per_row):
         strides = [given[f"stride_m{x}"] for x in "bhqs"]
         assert all(stride == 0 or have == want for stride, have, want in zip(strides, shape, (2, h, q, 70), strict=True))
         assert given["OUT"].shape == (2, q, h, 64)
+
+
+@pytest.mark.parametrize(("shape", "sequences"), [((2, 1, 40, 70), 2), ((1, 1, 40, 70), 1), ((2, 1, 1, 70), 2), ((1, 1, 40, 1), 1)])
+def test_a_mask_of_many_queries_is_packed_where_it_lies(shape, sequences):
+    query, key, value = operands(2, 8, 2, 40, 70, 64)
+    mask, calls = torch.ones(shape, dtype=torch.bool), []
+    with (
+        mock.patch.object(host, "arch", return_value=90),
+        mock.patch.object(triton_masked, "pack_mask", _Spy(triton_masked.pack_mask, calls)),
+        mock.patch.object(triton_masked, "masked_attention", _Spy(triton_masked.masked_attention, calls)),
+    ):
+        out = masked.masked(query, key, value.transpose(1, 2).contiguous().transpose(1, 2), mask, -0.5)
+    (packs, pack), (programs, given) = calls
+    assert packs == (2, 1, sequences) and programs == (2 * 8,) and out.shape == (2, 40, 8, 64)
+    assert pack["MASK"].data_ptr() == mask.data_ptr() and pack["BLOCK_M"] == given["BLOCK_M"] == 64
+    assert [pack[name].data_ptr() for name in ("FOUND", "SEEN", "BITS")] == [given[name].data_ptr() for name in ("FOUND", "SEEN", "BITS")]
+    assert (pack["stride_q"], pack["stride_s"]) == (0 if shape[2] == 1 else shape[3], 0 if shape[3] == 1 else 1)
+    assert given["SEQUENCES"] == sequences and given["BLOCKS"] == 2 and given["GROUP"] == 4 and given["scale"] > 0
+    assert [given[f"stride_v{x}"] for x in "bhs"] == [8960, 64, 128]
 
 
 def test_codes_and_scales_are_passed_as_they_lie():

@@ -35,7 +35,7 @@ def test_the_default_is_calibrated_on_what_the_model_writes(tiny):
     assert "scale_search=activation" in report.config
     assert report.notes == [
         'scale_search="auto": "activation" over 16 tokens that the model wrote itself; not "gptq", because it would take about 0 s (limit 0 s)',
-        'attention: fp4.decode_attention for decode steps on CUDA, "sdpa" for all else',
+        'attention: fp4.decode_attention for decode steps and over masks on CUDA, "sdpa" for all else',
     ]
 
 

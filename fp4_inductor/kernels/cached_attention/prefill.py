@@ -55,14 +55,14 @@ class PrefillConfig:
     parts: int = 1
 
 
-def _is_large(arch: int) -> bool:
+def is_large(arch: int) -> bool:
     """Has the architecture shared memory for deep pipelines? sm_86, 89 and 120 have 99 KiB a block, sm_80 163, sm_90 227."""
     return arch == 90 or 100 <= arch < 120
 
 
 def config(rows: int, d: int, arch: int, crowded: bool = False) -> PrefillConfig:
     """For heads of width ``d``. None of them spills. ``crowded``: a window, a mask, a soft-cap and the like take registers in every step."""
-    large = _is_large(arch)
+    large = is_large(arch)
     if rows <= 32:
         return PrefillConfig(32, 64 if d <= 128 else 32, 4)
     if d > 128:
@@ -78,7 +78,7 @@ def config_of(c: CachedCall, keys: int, exact: bool, arch: int, processors: int)
     kv_heads = c.key.shape[1]
     packed = queries <= _PACKED and heads > kv_heads
     sets, rows = (batch * kv_heads, queries * (heads // kv_heads)) if packed else (batch * heads, queries)
-    large = _is_large(arch)
+    large = is_large(arch)
     t = config(rows, d, arch, is_crowded(c) or (packed and exact and (d > 128 or not large)))
     two = t.num_warps == 4 and d <= 128 and (arch == 80 or large)  # programs of a multiprocessor: registers and shared memory allow it
     return replace(t, packed=packed, parts=parts_of(sets * -(-rows // t.block_m), keys, processors * (1 + two), t.block_n))

@@ -79,7 +79,7 @@ def decode_attention(call, can):
     for name in ("triton_decode_attention", "triton_codes_attention"):
         if can(name):
             yield FEW_QUERIES, name  # the cache is read once, by KV head
-    yield from first(can, "sdpa")
+    yield from first(can, "triton_masked_attention", "sdpa")
 
 
 # Kernels that do all of a decode step of fp4.cached_attention, its prologue too: over a cache in the dtype of the query, and over one in 8 or 4 bits.

@@ -1,1 +1,1 @@
-"""Kernels of ``fp4.decode_attention``: the cache read once, grouped by KV head, its length divided among programs."""
+"""Kernels of ``fp4.decode_attention``: a few queries, with the cache's length divided among programs, and many, with what their mask leaves in."""

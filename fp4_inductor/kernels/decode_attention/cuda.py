@@ -19,7 +19,7 @@ def decode_attention(
     if not (query.numel() and key.numel()):
         return query.new_zeros((batch, queries, heads, d))
     rows = queries * (heads // key.shape[1])
-    form = select.attention_form(d, key_scale is not None)
+    form = select.attention_form(d, key_scale is not None, select.is_shared(mask))
     kernel = host.row_for("decode_attention", query, rows, heads, d, form=form).implementation
     with torch.cuda.device(query.device):
         return kernel.source()(query, key, value, mask, contract.scale_of(query, scale), key_scale=key_scale, value_scale=value_scale)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import host
-from ..asked import CODES
+from ..asked import CODES, OTHER_MASK
 from ..forms import Launches
 from ..kernel import COMPILED, MEASURED, MEASURED_H100, Kernel, On
 
@@ -127,12 +127,13 @@ KERNELS = (
     Kernel(
         "decode_attention", "triton_decode_attention", "attention",
         (On(90, 90, MEASURED, _WHY_90), On(80, 89, COMPILED, _WHY), On(100, 129, COMPILED, _WHY)),
-        k_multiple=8, plain=True, batch=(1, "the number of parts follows the numbers of sequences and KV heads, not M"),
+        k_multiple=8, serves=(OTHER_MASK,), batch=(1, "the number of parts follows the numbers of sequences and KV heads, not M"),
         form=Launches("decode_attention.split:split"),
     ),
     Kernel(
         "decode_attention", "triton_codes_attention", "attention",
         (On(90, 90, MEASURED_H100, _WHY_CODES_90), On(80, 89, COMPILED, _WHY_CODES), On(100, 129, COMPILED, _WHY_CODES)), k_multiple=16, forms=(CODES,),
-        batch=(1, "the number of parts follows the numbers of sequences and KV heads, not M"), form=Launches("decode_attention.split:split"),
+        serves=(OTHER_MASK,), batch=(1, "the number of parts follows the numbers of sequences and KV heads, not M"),
+        form=Launches("decode_attention.split:split"),
     ),
 )  # fmt: skip
