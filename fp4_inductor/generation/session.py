@@ -180,6 +180,8 @@ class Session:
         if padded:  # a mask that hides nothing would still be read, and attention with a mask takes longer
             arguments["attention_mask"] = prompt.mask
         inputs = self.model.prepare_inputs_for_generation(prompt.ids, next_sequence_length=fresh, is_first_iteration=True, **arguments)
+        if not padded:  # Transformers 5.21 makes a mask here where it gets none; the model makes the same one, as part of what is compiled and captured
+            inputs.pop("attention_mask", None)
         if self.compiled and not getattr(self.cache, "is_initialized", True):
             # Tensors that a compiled function allocates have no address that a later graph may rely on.
             record.notes.append("the prompt is not compiled: the cache was empty of tensors")
