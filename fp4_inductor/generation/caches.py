@@ -5,6 +5,7 @@ Source: transformers.cache_utils (5.17 to 5.23).
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
 from collections.abc import Callable, Iterator
@@ -32,7 +33,7 @@ class Holder:
         self.lock = threading.Lock()  # of a cache: held while a generate() uses it
         self.session: Any = None  # of a cache: its buffers and graphs
         self.cache: Any = None  # of a model: the cache of the last call that brought none
-        self.made_for: Any = None  # the batch, device and dtype of that cache
+        self.made_for: Any = None  # the batch, device, dtype and attention of that cache
         self.not_served = ""  # of a model: why a KVCache that was tried cannot serve it
         self.why_static = ""  # of a model: why that cache is a StaticCache
         self.record: Any = None  # of a model: of its last generate()
@@ -98,15 +99,20 @@ def claim_own_cache(model: Any, length: int, batch: int, lookup: Lookup | None =
             fits = fits and is_ours(cache) and takes_back(cache) >= lookup.tokens
         elif is_ours(cache):  # it may be that of a prompt lookup, which takes no other
             fits = fits and not why_no_kv_cache(model)
-        if fits and (held.made_for == (batch, model.device, model.dtype)):
+        if fits and held.made_for == _made_for(model, batch):
             cache.reset()
             return cache
         holder_of(cache).session = None  # the session and the cache hold each other
     held.cache = cache = None  # its memory is free before the next one's is taken
     held.cache = cache = make_cache(model, length, batch, lookup)
-    held.made_for = (batch, model.device, model.dtype)
+    held.made_for = _made_for(model, batch)
     _claim(cache)
     return cache
+
+
+def _made_for(model: Any, batch: int) -> tuple:
+    """What a cache of ``model`` depends on beside its length. A KVCache has selected its attention by now; another one may read another cache."""
+    return batch, model.device, model.dtype, model.config.get_text_config(decoder=True)._attn_implementation
 
 
 def make_cache(model: Any, length: int, batch: int, lookup: Lookup | None = None) -> Any:
@@ -149,9 +155,22 @@ def why_no_kv_cache(model: Any) -> str:
     config = model.config.get_text_config(decoder=True)
     if others := not_served(config):
         return f"KVCache does not serve layers of {', '.join(others)}"
-    if getattr(config, "attn_logit_softcapping", None) is not None and config._attn_implementation != "eager":
+    if getattr(config, "attn_logit_softcapping", None) is not None and config._attn_implementation != "eager" and sdpa_leaves_softcaps_out():
         return f'a KVCache computes soft-caps, which the attention "{config._attn_implementation}" leaves out'
     return holder_of(model).not_served
+
+
+@functools.cache
+def sdpa_leaves_softcaps_out() -> bool:
+    """Does Transformers' attention ``"sdpa"`` compute without the soft-caps that a model asks for? From 5.21 on it refuses them."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    tiny = torch.zeros(1, 1, 1, 1)
+    try:
+        sdpa_attention_forward(nn.Module(), tiny, tiny, tiny, None, is_causal=False, softcap=1.0)
+    except ValueError:
+        return False
+    return True
 
 
 def give_up(model: Any, cache: Any, why: str) -> None:
