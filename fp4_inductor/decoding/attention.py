@@ -31,12 +31,13 @@ from ..kernels import registry
 from ..kernels.choose.common import FEW_QUERIES
 from ..kernels.select import attention_form
 from .handles import Handle, Offset, attend, mask_for
+from .naming import NAMES
 
 NAME = "fp4_inductor"
 _KERNEL = registry.named("decode_attention")["triton_decode_attention"]
 # Keyword arguments that "sdpa" leaves to the mask or to others. A call with any other goes to "sdpa", unless that is None or False.
 _WITHOUT_MEANING = {
-    "sliding_window", "position_ids", "cache_position", "use_cache", "past_key_values", "cache",
+    "sliding_window", "position_ids", "cache_position", "use_cache", *NAMES,
     "num_items_in_batch", "output_hidden_states", "output_router_logits",
     "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "return_dict", "logits_to_keep",
 }  # fmt: skip

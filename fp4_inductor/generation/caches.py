@@ -290,7 +290,7 @@ def check_cache(cache: Any, model: nn.Module, batch: int, prompt: int, new: int)
     wanted = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)  # type: ignore[union-attr, operator]
     if layers and isinstance(wanted, int) and len(layers) < wanted:
         raise ShapeError(
-            "past_key_values is a cache of another model",
+            "the given cache is a cache of another model",
             value=f"{len(layers)} layers",
             limit=f"{wanted} layers",
             remedy="Make a cache from this model's config.",
@@ -301,7 +301,7 @@ def check_cache(cache: Any, model: nn.Module, batch: int, prompt: int, new: int)
             "the batch does not fit the cache",
             value=f"{batch} rows",
             limit=f"{rows} rows",
-            remedy="Make a cache for this batch, or leave past_key_values out.",
+            remedy="Make a cache for this batch, or leave the cache out.",
         )
     keys = getattr(layers[0], "keys", None) if layers else None
     if isinstance(keys, torch.Tensor) and keys.device != model.device:
@@ -318,7 +318,7 @@ def check_cache(cache: Any, model: nn.Module, batch: int, prompt: int, new: int)
             "the prompt is longer than the cache" if long else "prompt and max_new_tokens do not fit the cache",
             value=f"{prompt} tokens" if long else f"{prompt} + {new} tokens",
             limit=f"{most} tokens in the cache, and one behind it",
-            remedy="Make a longer cache, leave past_key_values out, or generate fewer tokens.",
+            remedy="Make a longer cache, leave the cache out, or generate fewer tokens.",
         )
 
 

@@ -1,0 +1,25 @@
+"""What Transformers calls the cache of a model: the argument of a model and of ``model.generate``, and the field of what they return.
+
+It is ``cache`` from Transformers 5.24 on, and ``past_key_values`` before. Only this module knows both names.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+NAMES = ("past_key_values", "cache")
+
+
+@functools.cache
+def cache_name() -> str:
+    """The name in this Transformers. A later one takes the earlier name too, but warns of it at each call."""
+    from transformers.generation.utils import ALL_CACHE_NAMES
+
+    return next(name for name in reversed(NAMES) if name in ALL_CACHE_NAMES)
+
+
+def name_in(arguments: Mapping[str, Any]) -> str:
+    """The name that the caller of a layer uses: code outside of Transformers may use another one than Transformers does."""
+    return next((name for name in NAMES if name in arguments), NAMES[-1])
