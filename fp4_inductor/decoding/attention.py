@@ -10,7 +10,7 @@ config.json: Transformers does not save the attention implementation.
 
 Transformers compares names in some places, and knows none of other libraries. There the model is given ``"sdpa"`` again: for
 continuous batching (``continuous_batching.py``), for context parallelism (``trainer.py``), and if its own code compares names.
-Source: transformers.integrations.sdpa_attention, transformers.masking_utils (5.17 to 5.23).
+Source: transformers.integrations.sdpa_attention, transformers.masking_utils (5.17 to 5.24).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What the loop does with a cache of Transformers: make one, ask how much it holds, take tokens back, say that it is in use.
 
-Source: transformers.cache_utils (5.17 to 5.23).
+Source: transformers.cache_utils (5.17 to 5.24).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ drawn with the random number of its own place. What the cache holds of drafts th
 
 All shapes are fixed, and nothing is read on the host: k drafts are made where none are found, too (they repeat the last token).
 
-Source: Saxena, "Prompt lookup decoding" (2023); transformers.generation.candidate_generator (5.17 to 5.23), which takes the first such place, not the last.
+Source: Saxena, "Prompt lookup decoding" (2023); transformers.generation.candidate_generator (5.17 to 5.24), which takes the first such place, not the last.
 """
 
 from __future__ import annotations
