@@ -6,6 +6,7 @@ It is ``cache`` from Transformers 5.24 on, and ``past_key_values`` before. Only 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +19,12 @@ def cache_name() -> str:
     from transformers.generation.utils import ALL_CACHE_NAMES
 
     return next(name for name in reversed(NAMES) if name in ALL_CACHE_NAMES)
+
+
+def named_otherwise(model: Any) -> str:
+    """The name that the forward of ``model`` has for its cache, if it is not :func:`cache_name`; empty: it is, or there is none."""
+    accepts = inspect.signature(model.forward).parameters
+    return next((name for name in NAMES if name in accepts), "") if cache_name() not in accepts else ""
 
 
 def name_in(arguments: Mapping[str, Any]) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from ..decoding.naming import NAMES
+from ..decoding.naming import NAMES, cache_name, named_otherwise
 from ..errors import ConfigError
 from . import caches
 from .options import Lookup, lookup_of
@@ -54,6 +54,8 @@ def of_model(model: Any, arguments: dict[str, Any]) -> list[str]:
         found.append("the model has an encoder")
     if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
         found.append("the model lies on several devices")
+    if name := named_otherwise(model):
+        found.append(f"the model's code calls its cache {name}, which Transformers calls {cache_name()}")
     found += [
         f"the model is given {name}" for name, value in arguments.items() if name not in (*_TAKEN, *_OUTPUTS) and value is not None and value is not False
     ]

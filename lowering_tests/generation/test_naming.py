@@ -11,7 +11,7 @@ from transformers.generation import utils
 import fp4_inductor
 from fp4_inductor.decoding import naming
 from fp4_inductor.decoding.naming import NAMES, cache_name
-from fp4_inductor.generation import lookup, prompts, session, step
+from fp4_inductor.generation import lookup, prompts, reasons, session, step
 from lowering_tests.generation.conftest import build
 from lowering_tests.generation.texts import drafting
 
@@ -49,6 +49,20 @@ def test_both_names_at_once(llama):
 def test_the_name_is_read_from_transformers(names, wanted, monkeypatch):
     monkeypatch.setattr(utils, "ALL_CACHE_NAMES", names)
     assert naming.cache_name.__wrapped__() == wanted
+
+
+def test_a_model_whose_code_has_the_other_name(monkeypatch):
+    """It would leave the cache out, among its ``**kwargs``: Transformers' loop runs, and the record says why."""
+    model = build("llama")
+    forward, others = model.forward, {"past_key_values": lambda past_key_values=None, **kwargs: forward(past_key_values=past_key_values, **kwargs)}
+    others["cache"] = lambda cache=None, **kwargs: forward(cache=cache, **kwargs)
+    assert naming.named_otherwise(model) == ""
+    monkeypatch.setattr(model, "forward", others.pop(cache_name()))
+    assert naming.named_otherwise(model) == ""
+    [(name, other)] = others.items()
+    monkeypatch.setattr(model, "forward", other)
+    assert naming.named_otherwise(model) == name
+    assert reasons.of_model(model, {}) == [f"the model's code calls its cache {name}, which Transformers calls {cache_name()}"]
 
 
 def test_the_name_that_a_layer_is_called_with():
