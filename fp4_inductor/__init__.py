@@ -115,7 +115,7 @@ def _register_with_transformers() -> None:
         # This runs inside somebody's import of transformers.
         warnings.warn(
             f"fp4_inductor {__version__} could not register with this transformers ({type(error).__name__}: {error}). "
-            "from_pretrained does not know its formats; everything else works. Supported: transformers 5.17 to 5.23.",
+            "from_pretrained does not know its formats; everything else works. Supported: transformers 5.17 to 5.24.",
             RuntimeWarning,
             stacklevel=2,
         )

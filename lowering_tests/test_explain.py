@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from unittest import mock
 
@@ -190,6 +191,18 @@ def test_the_modules_own_error_is_raised_and_hooks_are_gone():
     with pytest.raises(FP4Error, match="K"):
         explain(model, torch.randn(3, 60))
     assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
+
+
+class Decorated(Chain):
+    """Its forward is called through a function that has the model among its ``args``, as Transformers 5.24 renames arguments."""
+
+    forward = functools.wraps(Chain.forward)(lambda *args, **kwargs: Chain.forward(*args, **kwargs))
+
+
+def test_modules_behind_a_decorated_forward_have_their_names():
+    x = torch.randn(3, 64)
+    wanted = [row.module for row in explain(torch.compile(Chain()), x).rows]
+    assert wanted and all(wanted) and [row.module for row in explain(torch.compile(Decorated()), x).rows] == wanted
 
 
 # --- code generated for CUDA -------------------------------------------------------------------------------------

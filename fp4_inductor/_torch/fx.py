@@ -69,9 +69,12 @@ def in_one_mutation_region(nodes: Iterable[Node]) -> bool:
 
 
 def module_path(node: Node) -> str:
-    """Path of the innermost module that ``node`` comes from, where torch knows it."""
+    """Path of the innermost module that ``node`` comes from, where torch knows it.
+
+    It begins at the module that is compiled. A decorator around the ``forward`` of that one has it as the first of its ``args``.
+    """
     stack = node.meta.get("nn_module_stack") or {}
-    return re.sub(r"^L\['\w+'\]\.?|\.forward\.__self__(?=\.|$)", "", list(stack.values())[-1][0]) if stack else ""
+    return re.sub(r"^L\['(args'\]\[0|\w+')\]\.?|\.forward\.__self__(?=\.|$)", "", list(stack.values())[-1][0]) if stack else ""
 
 
 def constant_of(node: Node) -> torch.Tensor | None:

@@ -2,5 +2,5 @@
 
 ``cache.py`` has ``KVCache``, ``cache_state.py`` what is saved of it, ``handles.py`` what its layers give to the attention, ``attention.py`` the attention
 that reads them, ``regions.py`` the parts of a model that a compiled step takes as wholes, ``layerwise.py`` a prompt through layers that are compiled by
-themselves, ``ranks.py`` what of a distributed model is here.
+themselves, ``ranks.py`` what of a distributed model is here, ``naming.py`` what Transformers calls a cache.
 """

@@ -11,7 +11,7 @@ config.json: Transformers does not save the attention implementation.
 
 Transformers compares names in some places, and knows none of other libraries. There the model is given ``"sdpa"`` again: for
 continuous batching (``continuous_batching.py``), for context parallelism (``trainer.py``), and if its own code compares names.
-Source: transformers.integrations.sdpa_attention, transformers.masking_utils (5.17 to 5.23).
+Source: transformers.integrations.sdpa_attention, transformers.masking_utils (5.17 to 5.24).
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ from ..kernels import registry
 from ..kernels.choose.common import FEW_QUERIES
 from ..kernels.select import attention_form, is_shared
 from .handles import Handle, Offset, attend, mask_for
+from .naming import NAMES
 
 NAME = "fp4_inductor"
 _KERNEL = registry.named("decode_attention")["triton_decode_attention"]
 # Keyword arguments that "sdpa" leaves to the mask or to others. A call with any other goes to "sdpa", unless that is None or False.
 _WITHOUT_MEANING = {
-    "sliding_window", "position_ids", "cache_position", "use_cache", "past_key_values", "cache",
+    "sliding_window", "position_ids", "cache_position", "use_cache", *NAMES,
     "num_items_in_batch", "output_hidden_states", "output_router_logits",
     "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "return_dict", "logits_to_keep",
 }  # fmt: skip

@@ -2,7 +2,7 @@
 
 One counter serves all layers. A layer's ``update()`` writes nothing: it returns handles, and the attention ``"fp4_inductor"`` appends and attends in one
 op (:mod:`.handles`, ``fp4.cached_attention``). Nothing depends on what lies beyond the counter, so ``crop`` and ``reset`` change the counter alone.
-Source: transformers.cache_utils (5.17 to 5.23).
+Source: transformers.cache_utils (5.17 to 5.24).
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class KVCache(Cache):
     ``reset()`` empties it, also after a ``generate()`` that was interrupted. Memory is taken when it is made (``nbytes``), and does not move.
 
     Layers with full or sliding attention are served. Others (linear attention, chunks) keep Transformers' own layer, with the reason in ``notes``.
-    Attention sinks (gpt-oss) and soft-caps (Gemma 2, which ``"sdpa"`` leaves out) are computed.
+    Attention sinks (gpt-oss) and soft-caps (Gemma 2, which ``"sdpa"`` leaves out or refuses) are computed.
 
     The 2-D attention mask of a one-token step on a GPU is taken to continue that of its prompt, as it does in ``generate()``: its length is checked, it is
     not looked at. A one-token call on a GPU without such a mask is not checked: past ``max_length`` its result is NaN, or ``index_copy_`` stops the device.

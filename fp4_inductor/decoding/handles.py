@@ -3,7 +3,7 @@
 A layer's ``update()`` returns two :class:`Handle` objects in the place of K and V. The model passes them on, unseen, to its attention function, which
 calls ``fp4.cached_attention`` on what they hold. ``get_query_offset()`` returns an :class:`Offset`, by which the function that makes masks knows that
 the cache is ours: then causality and windows come from the counter, and only padding needs a mask.
-Source: transformers.masking_utils, transformers.cache_utils (5.17 to 5.23).
+Source: transformers.masking_utils, transformers.cache_utils (5.17 to 5.24).
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from .._torch.compiling import Compiled
 from .._torch.static import tokens_may_vary
 from . import regions
 from .cache import KVCache, KVLayer
+from .naming import name_in
 from .ranks import ranks_of
 
 
@@ -86,4 +87,4 @@ class Layerwise:
         key = (*kind, self.cache.counter.starts)
         if key not in self.kinds:  # each has torch.compile's number of graphs to itself
             self.kinds[key] = Compiled(regions.call_layer, True, f"a layer of a prompt ({type(layer).__name__})")
-        return self.kinds[key](layer, *args, **kwargs | {regions.cache_name(kwargs): cache})
+        return self.kinds[key](layer, *args, **kwargs | {name_in(kwargs): cache})

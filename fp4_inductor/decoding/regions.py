@@ -28,6 +28,7 @@ from ..config import dispatch_config
 from ..formats import nvfp4
 from ..kernels import select
 from ..modules import FP4Experts, FP4Linear
+from .naming import name_in
 
 LEAST = 4  # with fewer layers there is little to gain
 _UNDIVIDED = "_fp4_undivided"  # an attribute of a cache, which a compiled function guards on
@@ -103,11 +104,6 @@ def is_marked(layer: nn.Module) -> bool:
     return getattr(vars(layer).get("forward"), "__func__", None) is _forward_of(type(layer))  # type: ignore[arg-type]
 
 
-def cache_name(kwargs: dict[str, Any]) -> str:
-    """What a layer calls its cache: ``cache`` from Transformers 5.24 on."""
-    return "past_key_values" if "past_key_values" in kwargs else "cache"
-
-
 def call_layer(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The forward of its class."""
     return type(layer).forward(layer, *args, **kwargs)
@@ -119,7 +115,7 @@ def _forward_of(cls: type[nn.Module]) -> Any:
 
     @functools.wraps(cls.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        cache = kwargs.get(cache_name(kwargs))
+        cache = kwargs.get(name_in(kwargs))
         if torch.compiler.is_compiling():
             if _is_region(cache):
                 return region(self, *args, **kwargs)

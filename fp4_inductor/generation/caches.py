@@ -1,10 +1,11 @@
 """What the loop does with a cache of Transformers: make one, ask how much it holds, take tokens back, say that it is in use.
 
-Source: transformers.cache_utils (5.17 to 5.23).
+Source: transformers.cache_utils (5.17 to 5.24).
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
 from collections.abc import Callable, Iterator
@@ -32,7 +33,7 @@ class Holder:
         self.lock = threading.Lock()  # of a cache: held while a generate() uses it
         self.session: Any = None  # of a cache: its buffers and graphs
         self.cache: Any = None  # of a model: the cache of the last call that brought none
-        self.made_for: Any = None  # the batch, device and dtype of that cache
+        self.made_for: Any = None  # the batch, device, dtype and attention of that cache
         self.not_served = ""  # of a model: why a KVCache that was tried cannot serve it
         self.why_static = ""  # of a model: why that cache is a StaticCache
         self.record: Any = None  # of a model: of its last generate()
@@ -98,15 +99,20 @@ def claim_own_cache(model: Any, length: int, batch: int, lookup: Lookup | None =
             fits = fits and is_ours(cache) and takes_back(cache) >= lookup.tokens
         elif is_ours(cache):  # it may be that of a prompt lookup, which takes no other
             fits = fits and not why_no_kv_cache(model)
-        if fits and (held.made_for == (batch, model.device, model.dtype)):
+        if fits and held.made_for == _made_for(model, batch):
             cache.reset()
             return cache
         holder_of(cache).session = None  # the session and the cache hold each other
     held.cache = cache = None  # its memory is free before the next one's is taken
     held.cache = cache = make_cache(model, length, batch, lookup)
-    held.made_for = (batch, model.device, model.dtype)
+    held.made_for = _made_for(model, batch)
     _claim(cache)
     return cache
+
+
+def _made_for(model: Any, batch: int) -> tuple:
+    """What a cache of ``model`` depends on beside its length. A KVCache has selected its attention by now; another one may read another cache."""
+    return batch, model.device, model.dtype, model.config.get_text_config(decoder=True)._attn_implementation
 
 
 def make_cache(model: Any, length: int, batch: int, lookup: Lookup | None = None) -> Any:
@@ -149,9 +155,22 @@ def why_no_kv_cache(model: Any) -> str:
     config = model.config.get_text_config(decoder=True)
     if others := not_served(config):
         return f"KVCache does not serve layers of {', '.join(others)}"
-    if getattr(config, "attn_logit_softcapping", None) is not None and config._attn_implementation != "eager":
+    if getattr(config, "attn_logit_softcapping", None) is not None and config._attn_implementation != "eager" and sdpa_leaves_softcaps_out():
         return f'a KVCache computes soft-caps, which the attention "{config._attn_implementation}" leaves out'
     return holder_of(model).not_served
+
+
+@functools.cache
+def sdpa_leaves_softcaps_out() -> bool:
+    """Does Transformers' attention ``"sdpa"`` compute without the soft-caps that a model asks for? From 5.21 on it refuses them."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    tiny = torch.zeros(1, 1, 1, 1)
+    try:
+        sdpa_attention_forward(nn.Module(), tiny, tiny, tiny, None, is_causal=False, softcap=1.0)
+    except ValueError:
+        return False
+    return True
 
 
 def give_up(model: Any, cache: Any, why: str) -> None:
@@ -271,7 +290,7 @@ def check_cache(cache: Any, model: nn.Module, batch: int, prompt: int, new: int)
     wanted = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)  # type: ignore[union-attr, operator]
     if layers and isinstance(wanted, int) and len(layers) < wanted:
         raise ShapeError(
-            "past_key_values is a cache of another model",
+            "the given cache is a cache of another model",
             value=f"{len(layers)} layers",
             limit=f"{wanted} layers",
             remedy="Make a cache from this model's config.",
@@ -282,7 +301,7 @@ def check_cache(cache: Any, model: nn.Module, batch: int, prompt: int, new: int)
             "the batch does not fit the cache",
             value=f"{batch} rows",
             limit=f"{rows} rows",
-            remedy="Make a cache for this batch, or leave past_key_values out.",
+            remedy="Make a cache for this batch, or leave the cache out.",
         )
     keys = getattr(layers[0], "keys", None) if layers else None
     if isinstance(keys, torch.Tensor) and keys.device != model.device:
@@ -299,7 +318,7 @@ def check_cache(cache: Any, model: nn.Module, batch: int, prompt: int, new: int)
             "the prompt is longer than the cache" if long else "prompt and max_new_tokens do not fit the cache",
             value=f"{prompt} tokens" if long else f"{prompt} + {new} tokens",
             limit=f"{most} tokens in the cache, and one behind it",
-            remedy="Make a longer cache, leave past_key_values out, or generate fewer tokens.",
+            remedy="Make a longer cache, leave the cache out, or generate fewer tokens.",
         )
 
 

@@ -7,7 +7,7 @@ drawn with the random number of its own place. What the cache holds of drafts th
 
 All shapes are fixed, and nothing is read on the host: k drafts are made where none are found, too (they repeat the last token).
 
-Source: Saxena, "Prompt lookup decoding" (2023); transformers.generation.candidate_generator (5.17 to 5.23), which takes the first such place, not the last.
+Source: Saxena, "Prompt lookup decoding" (2023); transformers.generation.candidate_generator (5.17 to 5.24), which takes the first such place, not the last.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..decoding.naming import cache_name
 from . import sampling
 from .masks import Masks
 from .options import Lookup
@@ -86,16 +87,17 @@ def forward_of(
     """A function that runs the model on ``state.token`` and its drafts: logits ``[k + 1, V]``, these tokens ``[k + 1]``, were drafts found ``[]``."""
     queries = text.lookup.queries
     positioned = "position_ids" in extra
+    held = {cache_name(): cache}
 
     def forward() -> tuple[Tensor, Tensor, Tensor]:
         draft, found = drafts(text)
         ids = torch.cat([state.token.view(1), draft])
         mask = masks(state.padding if padded else None, state.column)
-        given = dict(extra)
+        given = extra | held
         if positioned:
             # Drafts beyond the last token have no position of their own, which a model with a table of positions may not have; nobody attends to them.
             given["position_ids"] = torch.minimum(state.position + torch.arange(queries, device=ids.device), text.last)
-        output = model(input_ids=ids[None], attention_mask=mask, past_key_values=cache, use_cache=True, return_dict=True, **given)
+        output = model(input_ids=ids[None], attention_mask=mask, use_cache=True, return_dict=True, **given)
         return output.logits[0], ids, found
 
     return forward

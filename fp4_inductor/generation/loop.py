@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import _notice
+from ..decoding.naming import cache_name
 from ..errors import ConfigError, FP4Error
 from . import caches, prepared, reasons
 from .masks import why_no_masks
@@ -27,6 +29,7 @@ def generate(
     *,
     attention_mask: Tensor | None = None,
     past_key_values: Any = None,
+    cache: Any = None,
     streamer: Any = None,
     loop: LoopOptions | None = None,
     **options: Any,
@@ -44,6 +47,7 @@ def generate(
         past_key_values: a cache of fixed size, such as ``StaticCache``; for prompt lookup a :class:`fp4_inductor.KVCache`. It is used from where it stands,
             and afterwards holds all tokens but the last. None: one that the next call takes over, with its graph: a KVCache, or where that does not serve the
             model a StaticCache. The record's ``notes`` say if it is one, and why, and if the attention ``"fp4_inductor"`` was selected for a KVCache.
+        cache: the name that ``past_key_values`` has from Transformers 5.24 on. Both names are taken under every Transformers.
         streamer: of Transformers. It gets the prompt, then each token ``[B]`` in order, in blocks of ``check_every``, then ``end()``.
         loop: a :class:`fp4_inductor.LoopOptions`; or give its fields themselves: ``seed``, ``check_every``, ``compiled``, ``pad_prompts``.
         options: of ``model.generate``: ``max_new_tokens``, ``min_new_tokens``, ``do_sample``, ``temperature``, ``top_k``, ``top_p``, ``min_p``,
@@ -51,7 +55,8 @@ def generate(
             ``generation_config``, ...
 
     Returns:
-        What ``model.generate`` returns: int64 ``[B, T + new]``, or with ``return_dict_in_generate=True`` an output with ``sequences`` and ``past_key_values``.
+        What ``model.generate`` returns: int64 ``[B, T + new]``, or with ``return_dict_in_generate=True`` an output with ``sequences`` and
+        the cache, under the name that it has in Transformers.
 
     Raises:
         ConfigError, DTypeError, ShapeError, DeviceError, CacheInUseError: before anything has run.
@@ -61,6 +66,9 @@ def generate(
     if loop is not None and fields:
         raise ConfigError("loop and its fields are given", value=sorted(fields), limit="one of the two", remedy="Put all into LoopOptions(...).")
     loop = LoopOptions(**fields) if loop is None else loop
+    if past_key_values is not None and cache is not None:
+        raise ConfigError("past_key_values and cache are two names of one thing", value="both", limit="one of the two", remedy="Leave one out.")
+    cache = past_key_values if cache is None else cache
     model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
     if not (callable(getattr(model, "can_generate", None)) and model.can_generate()):
         raise ConfigError(
@@ -82,19 +90,19 @@ def generate(
         check_rows(rows)
     if config.stop_strings is not None:
         why.append("stop strings are looked for in text, on the host")
-    fixed = past_key_values is not None and not reasons.of_cache(past_key_values)
-    before = caches.seq_length(past_key_values) if fixed else 0
+    fixed = cache is not None and not reasons.of_cache(cache)
+    before = caches.seq_length(cache) if fixed else 0
     if attention_mask is not None:
         check_mask(attention_mask, ids, before)
         options["attention_mask"] = attention_mask
     if fixed and not why:
         new = max(config.max_new_tokens or ((config.max_length or 0) - ids.shape[1]) or 1, 1)
         columns = attention_mask.shape[1] if attention_mask is not None else ids.shape[1]
-        caches.check_cache(past_key_values, model, rows, columns, new)
-        caches.claim(past_key_values)  # refused here, before the streamer gets anything; the loop claims it again
-        caches.release(past_key_values)
-    if past_key_values is not None:
-        options["past_key_values"] = past_key_values
+        caches.check_cache(cache, model, rows, columns, new)
+        caches.claim(cache)  # refused here, before the streamer gets anything; the loop claims it again
+        caches.release(cache)
+    if cache is not None:
+        options[cache_name()] = cache
 
     def theirs(why: list[str]) -> Any:
         _record(model, GenerationRecord(loop="transformers", reasons=why, seed=loop.seed))
@@ -202,7 +210,7 @@ class Call:
 
 def _run(call: Call, loop: LoopOptions) -> Any:
     model, config, arguments = call.model, call.config, dict(call.arguments)
-    given = arguments.pop("past_key_values", None)
+    given = arguments.pop(cache_name(), None)
     given = given if getattr(given, "_is_user_defined", False) else None
     mask = arguments.pop("attention_mask", None)
     length = getattr(config, "_mask_length", None)
@@ -291,7 +299,7 @@ def _run_over(call: Call, prompt: Prompt, plan: Plan, loop: LoopOptions, cache: 
         caches.holder_of(model).cache = None  # it is the caller's now
     from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-    return GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=cache)  # type: ignore[arg-type]
+    return GenerateDecoderOnlyOutput(sequences=sequences, **{cache_name(): cache})  # type: ignore[arg-type]
 
 
 def _theirs(call: Call, loop: LoopOptions, why: list[str]) -> Any:
@@ -348,10 +356,10 @@ def _forked(seed: int, device: torch.device) -> Any:
 
 
 def _streamer_of_caller(model: Any) -> Any:
-    """The ``streamer=`` of the ``model.generate`` that calls. It gives its streamer the prompt, but hands it to no callable (Transformers 5.17)."""
+    """The ``streamer=`` of the ``model.generate`` that calls. It gives its streamer the prompt, but hands it to no callable."""
     from transformers.generation.utils import GenerationMixin
 
-    generate = getattr(GenerationMixin.generate, "__wrapped__", GenerationMixin.generate)
+    generate: Any = inspect.unwrap(GenerationMixin.generate)
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code is generate.__code__ and frame.f_locals.get("self") is model:

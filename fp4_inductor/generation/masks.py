@@ -4,7 +4,7 @@ A model of Transformers makes its masks from what the cache says about itself. T
 (a ``StaticSlidingWindowLayer`` counts in Python): those would be constants of a captured step. For such a cache the masks are made here, from the
 position that the device holds, as ``transformers.masking_utils.create_masks_for_generate`` makes them.
 
-Source: transformers.masking_utils, transformers.cache_utils (5.17 to 5.23).
+Source: transformers.masking_utils, transformers.cache_utils (5.17 to 5.24).
 """
 
 from __future__ import annotations

@@ -19,14 +19,13 @@ from torch import Tensor
 
 from .._replay import Host, Runner
 from .._torch.static import may_vary
+from ..decoding.naming import cache_name
 from . import caches
 from .record import GenerationRecord
 
 # Up to 32 tokens products are decode kernels, exact in the activations; above, prompts are multiplied in FP8 where ``prefill`` says so.
 LENGTHS = (32, 128, 256, 512, 768, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096)
 MOST = 4096  # tokens of all rows together: beyond that the GPU takes longer than the host, whose work is not waited for then
-_ORDER = ("input_ids", "position_ids", "past_key_values", "use_cache", "logits_to_keep")  # of the model's inputs: one graph, one order
-_SERVED = set(_ORDER)
 
 
 def length_for(tokens: int, rows: int, room: int) -> int | None:
@@ -50,13 +49,14 @@ class ShortPrompts:
         self.forward, self.cache, self.device = forward, cache, device
         self.by_index = _takes_index(model)
         self.never = _why_never(cache, device, accepts if self.by_index else accepts - {"logits_to_keep"})
+        self.order = ("input_ids", "position_ids", cache_name(), "use_cache", "logits_to_keep")  # of the model's inputs: one graph, one order
         self._captured: dict[tuple[int, bool], _Captured] = {}
 
     def length_of(self, inputs: dict[str, Any], past: int) -> tuple[int, str]:
         """What a prompt with these ``inputs`` behind ``past`` tokens is padded to, and nothing; or 0, and why it runs as it is."""
         if self.never:
             return 0, self.never
-        others = sorted(name for name, value in inputs.items() if value is not None and name not in _SERVED)
+        others = sorted(name for name, value in inputs.items() if value is not None and name not in self.order)
         ids, positions = inputs.get("input_ids"), inputs.get("position_ids")
         if others or ids is None:
             return 0, f"the model is given {', '.join(others) or 'no tokens'}"
@@ -105,15 +105,15 @@ class ShortPrompts:
         for value in given.values():
             if isinstance(value, Tensor) and value.dim() == 2:  # [B, tokens]
                 may_vary(value, 1)
-        if not self.by_index or set(given) != _SERVED or given["logits_to_keep"] != 1:
+        if not self.by_index or set(given) != set(self.order) or given["logits_to_keep"] != 1:
             return given
         ids = given["input_ids"]
-        return {name: given[name] for name in _ORDER} | {"logits_to_keep": torch.full((1,), ids.shape[1] - 1, dtype=torch.int64, device=ids.device)}
+        return {name: given[name] for name in self.order} | {"logits_to_keep": torch.full((1,), ids.shape[1] - 1, dtype=torch.int64, device=ids.device)}
 
     def _make(self, rows: int, length: int, device: torch.device) -> _Captured:
         with caches.allocating():
             ids, positions = (torch.zeros((rows, length), dtype=torch.int64, device=device) for _ in range(2))
-            inputs = self.inputs_of(dict(zip(_ORDER, (ids, positions, self.cache, True, 1), strict=True)))
+            inputs = self.inputs_of(dict(zip(self.order, (ids, positions, self.cache, True, 1), strict=True)))
 
         def run() -> None:
             captured.logits = self.forward(inputs)

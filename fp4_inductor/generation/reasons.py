@@ -6,18 +6,19 @@ from typing import Any
 
 from torch import nn
 
+from ..decoding.naming import NAMES, cache_name, named_otherwise
 from ..errors import ConfigError
 from . import caches
 from .options import Lookup, lookup_of
 
-_TAKEN = {"attention_mask", "position_ids", "past_key_values", "cache", "use_cache", "logits_to_keep", "return_dict"}
+_TAKEN = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", "return_dict", *NAMES}
 _OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 _CACHES = (None, "dynamic", "static", "hybrid", "sliding_window", "hybrid_chunked")
-_EXAMINED = ((5, 17), (5, 23))  # versions of Transformers whose caches, masks and loop this folder was written after
+_EXAMINED = ((5, 17), (5, 24))  # versions of Transformers whose caches, masks and loop this folder was written after
 
 
 def of_version(version: str) -> list[str]:
-    """A version of Transformers that nobody has examined. Its caches may count, or be cropped, in another way: from 5.24 on they do."""
+    """A version of Transformers that nobody has examined. Its caches may count, or be cropped, in another way."""
     first, last = _EXAMINED
     if first <= tuple(map(int, version.split(".")[:2])) <= last:
         return []
@@ -53,6 +54,8 @@ def of_model(model: Any, arguments: dict[str, Any]) -> list[str]:
         found.append("the model has an encoder")
     if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
         found.append("the model lies on several devices")
+    if name := named_otherwise(model):
+        found.append(f"the model's code calls its cache {name}, which Transformers calls {cache_name()}")
     found += [
         f"the model is given {name}" for name, value in arguments.items() if name not in (*_TAKEN, *_OUTPUTS) and value is not None and value is not False
     ]
@@ -94,7 +97,7 @@ def of_lookup(cache: Any, lookup: Lookup | None, columns: int, new: int) -> list
             "prompt lookup takes tokens back from the cache",
             value=type(cache).__name__,
             limit="fp4_inductor.KVCache, or one that grows, for Transformers' loop",
-            remedy="Make a KVCache, or leave past_key_values out.",
+            remedy="Make a KVCache, or leave the cache out.",
         )
     if not cache.is_croppable:
         return [f"prompt lookup takes tokens back, which not all layers of the cache can: {'; '.join(cache.notes)}"]

@@ -6,7 +6,7 @@ CPU. Their numbers (a temperature, a top_p) are tensors and no constants: anothe
 Random numbers are Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) with the seed as the key and (token, row) as
 the counter. A draw depends on nothing else: not on a generator's state, on how many tokens are run at once, or on what other rows do.
 
-Source: transformers.generation.logits_process (5.17 to 5.23).
+Source: transformers.generation.logits_process (5.17 to 5.24).
 """
 
 from __future__ import annotations

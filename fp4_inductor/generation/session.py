@@ -14,6 +14,7 @@ from .._replay import Host, Runner, device_for
 from .._torch.compiling import Compiled
 from ..decoding import layerwise, regions
 from ..decoding.layerwise import Layerwise
+from ..decoding.naming import cache_name
 from ..errors import FP4Error, NonFiniteError, ShapeError
 from . import caches
 from .lookup import Text
@@ -176,10 +177,12 @@ class Session:
                     limit="at least one token that is not in the cache",
                     remedy="Reset the cache, or pass all tokens of the text so far and new ones.",
                 )
-        arguments = prompt.arguments | {"past_key_values": self.cache, "use_cache": True}
+        arguments = prompt.arguments | {cache_name(): self.cache, "use_cache": True}
         if padded:  # a mask that hides nothing would still be read, and attention with a mask takes longer
             arguments["attention_mask"] = prompt.mask
         inputs = self.model.prepare_inputs_for_generation(prompt.ids, next_sequence_length=fresh, is_first_iteration=True, **arguments)
+        if not padded:  # Transformers 5.21 makes a mask here where it gets none; the model makes the same one, as part of what is compiled and captured
+            inputs.pop("attention_mask", None)
         if self.compiled and not getattr(self.cache, "is_initialized", True):
             # Tensors that a compiled function allocates have no address that a later graph may rely on.
             record.notes.append("the prompt is not compiled: the cache was empty of tensors")

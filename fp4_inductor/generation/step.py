@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..decoding.naming import cache_name
 from . import sampling
 from .masks import Masks
 from .processors import FILTERS, Program, among
@@ -77,10 +78,11 @@ class State:
 
 def forward_of(model: Any, cache: Any, state: State, masks: Masks, padded: bool, extra: dict[str, Any]) -> Callable[[], Tensor]:
     """A function that runs the model on ``state.token``: logits ``[B, V]`` of the next token."""
+    given = extra | {cache_name(): cache}
 
     def forward() -> Tensor:
         mask = masks(state.padding if padded else None, state.column)
-        output = model(input_ids=state.token, attention_mask=mask, past_key_values=cache, use_cache=True, return_dict=True, **extra)
+        output = model(input_ids=state.token, attention_mask=mask, use_cache=True, return_dict=True, **given)
         return output.logits[:, -1]
 
     return forward

@@ -4,7 +4,7 @@ Continuous batching accepts an attention implementation by its name, and decides
 Transformers 5.23, ``"paged|sdpa"`` in 5.17. ``fp4.decode_attention`` does not read a paged cache. So the model runs ``"sdpa"``, or
 what continuous batching prefers to it, while a manager serves the model, and its own implementations again afterwards.
 Importing this imports what it extends.
-Source: transformers.generation.continuous_batching.continuous_api (5.17 to 5.23).
+Source: transformers.generation.continuous_batching.continuous_api (5.17 to 5.24).
 """
 
 from __future__ import annotations

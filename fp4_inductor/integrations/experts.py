@@ -4,7 +4,7 @@
 normalises what each expert returns (MuseSpark), keeps its class. Its two weights are packed, and this is its implementation. Nothing is
 assumed about what the module's functions compute.
 
-Source: transformers.integrations.moe (5.17 to 5.23), ``batched_mm_experts_forward`` and ``grouped_mm_experts_forward``.
+Source: transformers.integrations.moe (5.17 to 5.24), ``batched_mm_experts_forward`` and ``grouped_mm_experts_forward``.
 """
 
 from __future__ import annotations

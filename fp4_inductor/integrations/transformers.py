@@ -8,7 +8,7 @@
 * experts that were left in high precision run Transformers' ``grouped_mm``, as they would have without this package;
 * ``generate()`` leaves the name alone, so that prefill and decode are one implementation and one compiled graph.
 
-Source: transformers.integrations.moe (5.17 to 5.23), ``ALL_EXPERTS_FUNCTIONS``.
+Source: transformers.integrations.moe (5.17 to 5.24), ``ALL_EXPERTS_FUNCTIONS``.
 """
 
 from __future__ import annotations

@@ -161,9 +161,9 @@ def test_one_line_for_each_reason(capsys, monkeypatch):
 
 def test_a_version_of_transformers_that_nobody_examined(monkeypatch):
     model, wanted = build("llama"), build("llama").generate(IDS, **GREEDY)
-    for version, device in (("5.17.0", True), ("5.23.1", True), ("5.16.2", False), ("5.24.0", False), ("6.0.0.dev0", False)):
+    for version, device in (("5.17.0", True), ("5.24.1", True), ("5.16.2", False), ("5.25.0", False), ("6.0.0.dev0", False)):
         monkeypatch.setattr("fp4_inductor.generation.loop.transformers_version", lambda version=version: version)
         assert torch.equal(fp4_inductor.generate(model, IDS, **GREEDY), wanted)
         record = fp4_inductor.generation_record(model)
         assert record.loop == ("device" if device else "transformers")
-        assert record.reasons == ([] if device else [f"Transformers {version}: the loop knows 5.17 to 5.23"])
+        assert record.reasons == ([] if device else [f"Transformers {version}: the loop knows 5.17 to 5.24"])

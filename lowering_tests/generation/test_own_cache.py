@@ -105,9 +105,11 @@ def test_of_a_quantized_model_there_is_nothing_to_tell():
     assert isinstance(held(model), fp4_inductor.KVCache) and notes(model) == []
 
 
+EAGER = 'over a StaticCache: KVCache: the model\'s attention does not read it; got "eager"'
 WHY = {
-    "gpt_oss": 'over a StaticCache: KVCache: the model\'s attention does not read it; got "eager"',
-    "gemma2": 'over a StaticCache: a KVCache computes soft-caps, which the attention "sdpa" leaves out',
+    "gpt_oss": EAGER,
+    # Where Transformers' "sdpa" refuses soft-caps, it runs Gemma 2 in "eager".
+    "gemma2": 'over a StaticCache: a KVCache computes soft-caps, which the attention "sdpa" leaves out' if caches.sdpa_leaves_softcaps_out() else EAGER,
     "mistral": "over a StaticCache: KVCache does not serve layers of sliding_attention",
 }
 
@@ -123,13 +125,28 @@ def test_it_is_a_static_cache_where_a_kv_cache_does_not_serve(family, monkeypatc
         assert isinstance(held(model), StaticCache) and len(notes(model)) == 1 and notes(model)[0].startswith(WHY[family])
 
 
-def test_that_of_a_prompt_lookup_is_not_taken_where_another_one_would_be_made():
-    model = build("gemma2")
+def test_that_of_a_prompt_lookup_is_not_taken_where_another_one_would_be_made(over_static):
+    model = build("llama")
     wanted = model.generate(IDS[:1], **GREEDY)
     fp4_inductor.generate(model, IDS[:1], **GREEDY, **drafting(3))
     assert isinstance(held(model), fp4_inductor.KVCache)
     assert torch.equal(fp4_inductor.generate(model, IDS[:1], **GREEDY), wanted)
     assert isinstance(held(model), StaticCache)
+
+
+def test_soft_caps_over_a_kv_cache_where_sdpa_refuses_them(monkeypatch):
+    """Transformers runs Gemma 2 in ``"eager"`` there; with the attention that the note asks for, it has a KVCache, and the tokens are the same."""
+    monkeypatch.setattr(caches, "sdpa_leaves_softcaps_out", lambda: False)
+    model = build("gemma2", attn_implementation="eager")
+    wanted = model.generate(IDS, **GREEDY)
+    fp4_inductor.generate(model, IDS, **GREEDY)
+    assert isinstance(held(model), StaticCache) and notes(model)[0].startswith(EAGER)
+    assert 'model.set_attn_implementation("fp4_inductor")' in notes(model)[0]
+    model.set_attn_implementation("fp4_inductor")
+    assert torch.equal(fp4_inductor.generate(model, IDS, **GREEDY), wanted)
+    assert isinstance(held(model), fp4_inductor.KVCache) and notes(model) == []
+    drafted = fp4_inductor.generate(model, IDS[:1], **GREEDY, **drafting(3))
+    assert torch.equal(drafted, wanted[:1]) and notes(model) == []
 
 
 @pytest.mark.parametrize("door", ["generate", "generate_loop"])

@@ -17,6 +17,7 @@ from lowering_tests.generation.standin import Again
 
 IDS = torch.randint(3, 128, (1, 300), generator=torch.Generator().manual_seed(3))
 GREEDY = dict(max_new_tokens=6, do_sample=False)
+TAKES_AN_INDEX = "hidden_states = slice_logits_to_keep(hidden_states, logits_to_keep)"  # Transformers 5.21 and later
 
 
 @pytest.fixture(autouse=True)
@@ -136,19 +137,40 @@ def test_a_model_that_takes_a_number_of_logits_alone(monkeypatch):
     """Its code would read the index of the last token as how many are wanted."""
     model = build("llama")
     source = inspect.getsource(sys.modules[type(model).__module__])
-    monkeypatch.setattr(inspect, "getsource", lambda module: source.replace("if isinstance(logits_to_keep, int) else logits_to_keep", ""))
+    by_number = "hidden_states = hidden_states[:, -logits_to_keep:]"
+    for line in ("slice_indices = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep", TAKES_AN_INDEX):
+        source = source.replace(line, by_number)
+    assert by_number in source
+    monkeypatch.setattr(inspect, "getsource", lambda module: source)
     wanted = model.generate(IDS[:, :9], **GREEDY)
     assert torch.equal(fp4_inductor.generate(model, IDS[:, :9], **GREEDY), wanted)
     assert prompt_of(model) == "as it is (the model takes no logits_to_keep by index)"
 
 
 @pytest.mark.parametrize(("line", "takes"), [
-    ("hidden_states = slice_logits_to_keep(hidden_states, logits_to_keep)", True),  # Transformers 5.21 and later
+    (TAKES_AN_INDEX, True),
     ("slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep", True), ("hidden_states[:, -logits_to_keep:]", False),
 ])  # fmt: skip
 def test_the_code_of_a_model_says_whether_it_takes_an_index(line, takes, monkeypatch):
     monkeypatch.setattr(inspect, "getsource", lambda module: line)
     assert prompts._takes_index(build("llama")) is takes
+
+
+@pytest.mark.parametrize("mask", [{"full_attention": None}, torch.ones(1, 1, 9, 256, dtype=torch.bool).tril()], ids=["none of a kind", "causal"])
+def test_a_mask_that_transformers_makes_of_none_is_left_out(mask, monkeypatch):
+    """As 5.21 and later make one for a cache of fixed size. Of a padded batch it stays."""
+    model = build("qwen3")
+    prepare, seen = model.prepare_inputs_for_generation, []
+
+    def as_later(ids, attention_mask=None, **arguments):
+        seen.append(attention_mask)
+        inputs = prepare(ids, attention_mask=attention_mask, **arguments)
+        return inputs if attention_mask is not None else inputs | {"attention_mask": mask}
+
+    wanted = model.generate(IDS[:, :9], **GREEDY)
+    monkeypatch.setattr(model, "prepare_inputs_for_generation", as_later)
+    assert torch.equal(fp4_inductor.generate(model, IDS[:, :9], **GREEDY), wanted)
+    assert prompt_of(model) == "padded to 32 tokens, not replayed" and seen == [None]
 
 
 def test_a_padded_batch_is_not_padded_again():
