@@ -91,6 +91,7 @@ STEPS = (
     Step("quickstart-sparse", 40, ("examples/quickstart.py", "--device", "cuda", "--sparse"), needs=TRANSFORMERS),
     Step("generate-moe", 40, ("examples/generate_moe.py", "--device", "cuda"), needs=TRANSFORMERS),
     Step("attention", 60, ("benchmarks/attention.py",)),
+    Step("masked-attention", 60, ("benchmarks/masked_attention.py",)),
     Step("cached-attention", 60, ("benchmarks/cached_attention.py",)),
     Step("paged-attention", 60, ("benchmarks/paged_attention.py",)),
     Step("cached-prompt", 200, ("benchmarks/cached_prompt.py",)),

@@ -80,8 +80,9 @@ class NVFP4Config:
             scale per output, half the memory. ``"nvfp4"``: as the other layers, 28%. A head that is tied to the embedding
             gets a weight of its own then, and the embedding stays. The report has its relative error and, where the
             scales are calibrated, the KL divergence that the head alone causes.
-        attention: of a Transformers decoder that runs "sdpa". ``"auto"``: decode steps on CUDA run ``fp4.decode_attention``, which
-            reads the cache once, where it lies; everything else stays "sdpa". ``"keep"``: as it is.
+        attention: of a Transformers decoder that runs "sdpa". ``"auto"``: on CUDA decode steps, and prompts over a bool mask, run
+            ``fp4.decode_attention``, which reads the cache where it lies and no more than the mask leaves in; everything else stays
+            "sdpa". ``"keep"``: as it is.
     """
 
     scale_search: ScaleSearch = "auto"

@@ -62,6 +62,14 @@ def test_attention(tmp_path):
     assert all(float(row["us"]) > 0 and float(row["error"]) < 1e-6 for row in rows)
 
 
+def test_masked_attention(tmp_path):
+    run("masked_attention.py", "--smoke", "--out", str(tmp_path / "masked.csv"))
+    rows = rows_of(tmp_path / "masked.csv")
+    assert [row["who"] for row in rows] == ["sdpa", "fp4_inductor"] * 2
+    assert all(float(row["error"]) < 1e-6 for row in rows)
+    assert {*rows[0]} == {*rows_of(BENCHMARKS / "results" / "masked_attention.csv")[0]}
+
+
 def test_cached_attention(tmp_path):
     run("cached_attention.py", "--smoke", "--apart", "--out", str(tmp_path / "cached.csv"))
     rows = rows_of(tmp_path / "cached.csv")
