@@ -35,12 +35,18 @@ def floor_us(batch: int, kv_heads: int, length: int, d: int) -> float:
     return 2 * 2 * batch * kv_heads * length * d / STREAM_TB_S / 1e6 + LAUNCH_US
 
 
+def as_transformers(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """As Transformers' ``sdpa_attention_forward`` over a mask: query heads that share K and V get copies."""
+    k, v = (t[:, :, None].expand(-1, -1, query.shape[1] // t.shape[1], -1, -1).reshape(t.shape[0], -1, *t.shape[2:]) for t in (key, value))
+    return F.scaled_dot_product_attention(query, k, v, attn_mask=mask).transpose(1, 2).contiguous()
+
+
 class Coded:
     """As :class:`Case`, over codes of 8 bits with a scale for each token and head."""
 
     def __init__(self, batch: int, heads: int, kv_heads: int, d: int, length: int, filled: float, device: str, kind: torch.dtype):
         dense = Case(batch, heads, kv_heads, d, length, filled, device)
-        self.copies, self.query, self.mask, self.group = dense.copies, dense.query, dense.mask, dense.group
+        self.copies, self.query, self.mask = dense.copies, dense.query, dense.mask
         self.scales = torch.rand(2, batch, kv_heads, length, 1, device=device).to(self.query.dtype) / 30 + 0.01
         self.caches = [[(40 * t.float()).clamp(-127, 127).to(kind) for t in pair] for pair in dense.caches]
         torch._dynamo.reset()  # else the ninth size would run without being compiled
@@ -53,8 +59,7 @@ class Coded:
     @staticmethod
     def _dequantized(query, key, value, key_scale, value_scale, mask):
         key, value = key.to(query.dtype) * key_scale, value.to(query.dtype) * value_scale
-        k, v = (t[:, :, None].expand(-1, -1, query.shape[1] // t.shape[1], -1, -1).reshape(t.shape[0], -1, *t.shape[2:]) for t in (key, value))
-        return F.scaled_dot_product_attention(query, k, v, attn_mask=mask).transpose(1, 2).contiguous()
+        return as_transformers(query, key, value, mask)
 
     def sdpa(self, i: int):
         with torch.no_grad(), fp4_inductor.dispatch(thresholds={"attention": 0}):
@@ -75,14 +80,12 @@ class Case:
         self.query = torch.randn(batch, heads, 1, d, device=device).to(dtype)
         self.caches = torch.empty(self.copies, 2, batch, kv_heads, length, d, device=device, dtype=dtype).normal_()
         self.mask = (torch.arange(length, device=device) < int(length * filled)).expand(batch, 1, 1, length).clone()
-        self.group = heads // kv_heads
 
     def ours(self, i: int):
         return torch.ops.fp4.decode_attention(self.query, *self.caches[i], self.mask)
 
     def sdpa(self, i: int):
-        k, v = (t[:, :, None].expand(-1, -1, self.group, -1, -1).reshape(t.shape[0], -1, *t.shape[2:]) for t in self.caches[i])
-        return F.scaled_dot_product_attention(self.query, k, v, attn_mask=self.mask).transpose(1, 2).contiguous()
+        return as_transformers(self.query, *self.caches[i], self.mask)
 
     def sdpa_gqa(self, i: int):
         return F.scaled_dot_product_attention(self.query, *self.caches[i], attn_mask=self.mask, enable_gqa=True).transpose(1, 2).contiguous()

@@ -20,10 +20,10 @@ import sys
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from attention import as_transformers
 from timing import eager_us, graph_us, machine, save
 
 import fp4_inductor  # noqa: F401
@@ -49,13 +49,6 @@ def mask_of(kind: str, batch: int, queries: int, length: int, device: str) -> to
     return seen[None, None]
 
 
-def sdpa(query, key, value, mask):
-    """As Transformers' ``sdpa_attention_forward`` over a mask: heads that share K and V get copies."""
-    group = query.shape[1] // key.shape[1]
-    k, v = (t[:, :, None].expand(-1, -1, group, -1, -1).reshape(t.shape[0], -1, *t.shape[2:]) for t in (key, value))
-    return F.scaled_dot_product_attention(query, k, v, attn_mask=mask).transpose(1, 2).contiguous()
-
-
 def error(got, query, key, value, mask) -> float:
     last = slice(-64, None)
     want = contract.reference(query[:, :, last].float(), key.float(), value.float(), mask[:, :, last]).double()
@@ -71,7 +64,7 @@ def measure(device: str, tiny: bool) -> list[dict]:
         query, key, value = (torch.randn(batch, heads, tokens, d, device=device).to(dtype) for heads, tokens in shapes)
         mask = mask_of(kind, batch, queries, length, device)
         times = {}
-        for who, call in (("sdpa", sdpa), ("fp4_inductor", torch.ops.fp4.decode_attention)):
+        for who, call in (("sdpa", as_transformers), ("fp4_inductor", torch.ops.fp4.decode_attention)):
             wrong = error(call(query, key, value, mask), query, key, value, mask)
             run = functools.partial(call, query, key, value, mask)
             times[who] = time_us(lambda _, run=run: run(), 2 if tiny else 5)

@@ -291,11 +291,10 @@ def _described(op: Any, args: tuple) -> tuple[str, int, torch.Tensor, int, int, 
         return moe_op, call.assignments, x, call.width, x.shape[1], call.prefill, form, counts
     if op in (fp4.decode_attention.default, fp4.cached_attention.default):
         (_, heads, queries, d), kv_heads = args[0].shape, args[1].shape[1]
-        form = (
-            select.cached_form(CachedCall.of(*args))
-            if op is fp4.cached_attention.default
-            else select.attention_form(d, len(args) > 5, select.is_shared(args[3] if len(args) > 3 else None))
-        )
+        if op is fp4.cached_attention.default:
+            form = select.cached_form(CachedCall.of(*args))
+        else:
+            form = select.attention_form(d, len(args) > 5, len(args) > 3 and select.is_shared(args[3]))
         return op._opname, queries * (heads // max(kv_heads, 1)), args[0], heads, d, "auto", form, select.ONE
     return None
 

@@ -1,6 +1,6 @@
 """What Transformers calls the cache of a model: the argument of a model and of ``model.generate``, and the field of what they return.
 
-It is ``cache`` from Transformers 5.24 on, and ``past_key_values`` before. Only this module knows both names.
+It is ``cache`` from Transformers 5.24 on, and ``past_key_values`` before. Which of them is asked for is decided here.
 """
 
 from __future__ import annotations

@@ -44,4 +44,4 @@ def suits_clusters(programs: int, slots: int, format: str) -> bool:
 
 
 CODES = "keys and values in 8 bits"  # of fp4.decode_attention
-OTHER_MASK = "no mask, or one that is added or differs from head to head"  # of fp4.decode_attention
+OTHER_MASK = "attention without a bool mask that all heads share"  # of fp4.decode_attention

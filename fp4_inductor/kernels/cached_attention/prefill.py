@@ -152,6 +152,13 @@ def _dense(c: CachedCall, empty: bool) -> Numbers:
     return found
 
 
+def positive(query: Tensor, scale: float) -> tuple[Tensor, float]:
+    """The same scores by a query and a scale above 0, times log2(e), as the kernels of many queries take it."""
+    if scale < 0:
+        query, scale = -query, -scale
+    return query, max(scale, _LEAST_SCALE) * math.log2(math.e)
+
+
 def attend(c: CachedCall, to: Numbers, tile: PrefillConfig | None = None) -> Tensor:
     """Of the queries of ``c`` to the keys and values of ``to``."""
     from ..decode_attention.triton_split import decode_attention_combine
@@ -161,9 +168,7 @@ def attend(c: CachedCall, to: Numbers, tile: PrefillConfig | None = None) -> Ten
     arch = host.arch(c.query.device)
     exact = to.near_keys is not None
     t = tile or config_of(c, to.keys.shape[2], exact, arch, host.processors(c.query.device))
-    query, scale = along(c.query), scale_of(c.query, c.scale)
-    if scale < 0:
-        query, scale = -query, -scale
+    query, scale = positive(along(c.query), scale_of(c.query, c.scale))
     out = torch.empty(batch, queries, heads, d, dtype=query.dtype, device=query.device)
     found: list[Any] = [None, None, None]  # maximum, sum and output of each row and part
     rows = batch * queries * heads
@@ -176,7 +181,7 @@ def attend(c: CachedCall, to: Numbers, tile: PrefillConfig | None = None) -> Ten
     prefill_attention[(tiles * t.parts,)](
         query, to.keys, to.values, *(near if exact else (None, None)), c.position, mask, c.sinks, out, *found, c.slots, length, heads, queries, to.back or 0,
         to.near_back, t.parts, *query.stride()[:3], *to.keys.stride()[:3], *to.values.stride()[:3], *near[0].stride()[:3], *near[1].stride()[:3],
-        *mask_strides, max(scale, _LEAST_SCALE) * math.log2(math.e), (c.softcap or 0.0) * math.log2(math.e),
+        *mask_strides, scale, (c.softcap or 0.0) * math.log2(math.e),
         **constants(t, c, to.back is None, exact), num_warps=t.num_warps, num_stages=t.num_stages,
     )  # fmt: skip
     if t.parts > 1:

@@ -6,18 +6,16 @@ Two launches: one reads the mask and writes its bits, and which blocks of keys e
 from __future__ import annotations
 
 import functools
-import math
 
 import torch
 from torch import Tensor
 
 from .. import host
-from ..cached_attention.prefill import PrefillConfig, config, is_large
+from ..cached_attention.prefill import PrefillConfig, config, is_large, positive
+from ..cached_attention.step import along
 from ..forms import Launches
 from ..kernel import COMPILED, MEASURED, Kernel, On
 from .split import power
-
-_LEAST_SCALE = 1e-30  # zero times a score of -inf is NaN
 
 
 @functools.lru_cache(maxsize=4096)
@@ -48,9 +46,8 @@ def masked(
     (batch, heads, queries, d), (_, kv_heads, length, _) = query.shape, key.shape
     device = query.device
     t = tile or tile_of(queries, d, host.arch(device))
-    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
-    if scale < 0:
-        query, scale = -query, -scale
+    key, value = along(key), along(value)
+    query, scale = positive(along(query), scale)
     seen = mask.expand(mask.shape[0], 1, queries, length).view(torch.uint8)
     sequences, tiles, blocks = seen.shape[0], -(-queries // t.block_m), -(-length // WORD)
     found, of_keys = (torch.empty(sequences, tiles, n, dtype=torch.uint8, device=device) for n in (blocks, blocks * WORD))
@@ -60,7 +57,7 @@ def masked(
     out = torch.empty(batch, queries, heads, d, dtype=query.dtype, device=device)
     masked_attention[(batch * heads * tiles,)](
         query, key, value, found, of_keys, bits.view(torch.int32), out, queries, length, blocks, heads, sequences, *query.stride()[:3], *key.stride()[:3],
-        *value.stride()[:3], max(scale, _LEAST_SCALE) * math.log2(math.e), **constants(t, heads // kv_heads, blocks, d), num_warps=t.num_warps,
+        *value.stride()[:3], scale, **constants(t, heads // kv_heads, blocks, d), num_warps=t.num_warps,
         num_stages=t.num_stages,
     )  # fmt: skip
     return out
