@@ -1,7 +1,7 @@
 """Experts whose weights stay where they are. What a call of ``fp4.moe`` would find out about them again is found out once.
 
-For engines, which trace no such call and want no gradient. A prompt of 2,048 tokens of Qwen3-30B-A3B in vLLM waits for the host, not for the GPU: 59 ms with
-the ops of experts and router, 45 with a prototype of this and of :func:`.router.launch.serve` (an H200, in turns).
+For engines, which trace no such call and want no gradient. A prompt of 2,048 tokens of Qwen3-30B-A3B in vLLM waits for the host, not for the GPU: 57.3 ms with
+the ops of experts and router, 45.6 by this and by :func:`.router.launch.serve` (``benchmarks/results/serve.csv``, H200, two runs).
 """
 
 from __future__ import annotations
