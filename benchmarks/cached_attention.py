@@ -47,7 +47,7 @@ KERNELS: dict[str, tuple[Callable[..., torch.Tensor], tuple[str, ...]]] = {
 
 # What is searched of kernels whose tile is a number: blocks of a KV head; the most parts of a sequence.
 NUMBERS = {
-    **dict.fromkeys((cuda_step.NAME, cuda_step.NAME_OF_CODES), (1, 2, 4, 8, 16)),
+    **dict.fromkeys((cuda_step.NAME, cuda_step.NAME_OF_CODES), range(1, 17)),
     "cuda_quantized_attention": (1, 2, 3, 4, 5, 6, 8, 12, 16, 20, 24, 28, 32, 40, 48, 64),
 }
 

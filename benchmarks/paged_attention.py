@@ -29,7 +29,7 @@ from fp4_inductor.ops.paged_attention import PagedCall
 D, PAGE = 128, 16
 HEADS, LENGTHS, BATCHES = ("32/8", "32/4"), (520, 4096, 8000, 32768), (1, 8, 32, 64)
 MEMORY = 12 << 30  # of one case
-TILES = [(8, 1), (8, 2), (8, 4), (8, 8), (4, 1), (4, 2), (4, 4), (4, 8), (2, 1), (2, 2)]
+BLOCKS = range(1, 17)
 
 
 def calls_of(heads: int, kv_heads: int, batch: int, length: int, device: str) -> list[PagedCall]:
@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("--heads", nargs="+", default=list(HEADS), help="of the query / of keys and values")
     parser.add_argument("--batch", type=int, nargs="+", default=list(BATCHES))
     parser.add_argument("--length", type=int, nargs="+", default=list(LENGTHS), help="tokens of each sequence, with the new one")
-    parser.add_argument("--sweep", action="store_true", help="every tile")
+    parser.add_argument("--sweep", action="store_true", help="every number of blocks of a KV head")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes on a CPU")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -105,7 +105,7 @@ def main() -> None:
         calls = calls_of(heads, kv_heads, batch, length, device)
         ways: dict[str, Callable[[int], object] | None] = {kernel_of(calls[0]): lambda i, calls=calls: torch.ops.fp4.paged_attention(*calls[i])}
         if args.sweep:
-            ways |= {f"{cuda.NAME} {tile}": lambda i, calls=calls, tile=tile: cuda.launch(calls[i], tile) for tile in TILES}
+            ways |= {f"{cuda.NAME} {n}": lambda i, calls=calls, n=n: cuda.launch(calls[i], n) for n in BLOCKS if n * batch * kv_heads <= 600}
         elif device == "cuda":
             ways["vllm FlashAttention 3"] = flash_attention(calls)
         for name, way in ways.items():

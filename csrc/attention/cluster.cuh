@@ -1,4 +1,4 @@
-// One KV head of one sequence by the blocks of a cluster: shapes, and how their softmaxes become one. What paged_attention.cu and step.cuh share.
+// One KV head of one sequence by the blocks of a cluster: shapes, and how their softmaxes become one. What step.cuh is built on.
 //
 // The warps of all blocks take tiles of 16 tokens in turn. Each warp has a softmax of its own; they meet in the shared memory of their block. Each block then
 // writes its result, in parts, to the shared memory of the blocks that make these parts of the answer: no scratch memory, no counters, no barrier, the same
@@ -107,13 +107,45 @@ __device__ __forceinline__ void combine_cluster(const Params& p, const State<F>&
 
 // --- host ---------------------------------------------------------------------------------------------------------------------------------------------------
 
-inline bool are_blocks(int blocks) { return blocks >= 1 && blocks <= kMostBlocks && !(blocks & (blocks - 1)); }
+inline bool are_blocks(int blocks) { return blocks >= 1 && blocks <= kMostBlocks; }
 
-// F: what the kernel is a template of.
-template <typename F, typename Params> cudaError_t launch_clusters(void (*kernel)(Params), const Params& p, int blocks, int bytes) {
+// How many clusters of each size begin at once on this GPU. A cluster lies within one group of multiprocessors, and groups differ: of an H200's eight, seven have 16
+// or more and one has 8.
+struct Room {
+  int clusters[kMostBlocks + 1] = {};
+
+  // F: what the kernel is a template of; bytes: of shared memory. Those of more than half a multiprocessor's are alone on it.
+  template <typename F, typename... P> static Room of(void (*kernel)(P...), int bytes) {
+    Room room;
+    for (int blocks = 1; blocks <= kMostBlocks; ++blocks) room.clusters[blocks] = clusters_at_once(kernel, F::kThreads, bytes, blocks);
+    return room;
+  }
+  // The most blocks of so many clusters, of at most eight blocks.
+  int most(int clusters_wanted) const {
+    int blocks = 8;
+    while (blocks > 1 && clusters[blocks] < clusters_wanted) --blocks;
+    return blocks;
+  }
+};
+
+// Blocks of each of `programs` KV heads of all sequences. alone: room where a block has a multiprocessor for itself; paired: where two find room on one.
+// - Few heads over long caches get clusters of 16, which are known to fit on sm_90 alone.
+// - Else one block on a multiprocessor. Where that leaves a quarter of them without work, two, if a fifth more clusters would fit: those wait for whole groups, which
+//   other kernels still use. H200, 8,192 tokens in bfloat16: 16 heads by 4, 6 and 12 blocks 28.8, 23.0 and 26.6 us; 32 heads by 2, 3, 6 and 7 51.9, 45.5, 42.5 and
+//   41.9, but in a step seven are behind two.
+inline int blocks_in(const Room& alone, const Room& paired, int programs, int slots) {
+  const int there = alone.clusters[1];
+  if (FP4_ARCH == 90 && slots > 2048 && programs <= alone.clusters[kMostBlocks]) return kMostBlocks;
+  const int one = alone.most(programs), two = paired.most(programs + programs / 5);
+  return 4 * programs * one < 3 * there && programs * two > there ? two : one;
+}
+
+// F: what the kernel is a template of. more: its parameters behind p.
+template <typename F, typename Params, typename... More>
+cudaError_t launch_clusters(void (*kernel)(Params, More...), const Params& p, int blocks, int bytes, const More&... more) {
   const cudaError_t status = first_error({prefer_shared_memory(kernel), blocks > 8 ? allow_large_clusters(kernel) : cudaSuccess});
   if (status != cudaSuccess) return status;
-  return fp4::launch(kernel, dim3(p.batch * p.kv_heads, 1, blocks), F::kThreads, bytes, blocks, {(cudaStream_t)p.stream, true}, p);
+  return fp4::launch(kernel, dim3(p.batch * p.kv_heads, 1, blocks), F::kThreads, bytes, blocks, {(cudaStream_t)p.stream, true}, p, more...);
 }
 
 }  // namespace fp4::attention

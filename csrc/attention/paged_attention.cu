@@ -1,189 +1,105 @@
-// One decode step of fp4.paged_attention in one launch: append of each sequence's new token, attention over its old ones, combination (cluster.cuh). A tile of
-// 16 tokens lies in one page, so that it has one entry of the table.
+// One decode step of fp4.paged_attention in one launch: step.cuh over pages. 16 tokens that a warp takes lie in one page, so that they have one entry of the table.
 //
-// PDL: the call's `early` says that the kernel before writes nothing of the cache, the table and the lengths: first tiles are then requested before the wait.
-#include "page_tiles.cuh"
+// PDL: the call's `early` says that the kernel before writes nothing of the cache, the table, the lengths and the slots.
+#include "step.cuh"
 
 namespace {
 
-using namespace fp4;
-using namespace fp4::attention;
-
-// Where the tokens of a KV head of a sequence lie. A token's row has D numbers.
-template <typename T> struct Pages {
-  T* base;
-  int64_t page, token;  // strides
-  __device__ __forceinline__ int64_t offset(int of_page, int slot) const { return of_page * page + slot * token; }
-};
-
-// Tokens by position.
-template <typename F> struct PagedSource {
-  using T = typename F::T;
-  using Place = int;  // a page
-  const PagedParams& p;
-  Pages<T> keys, values;
-  const T *own_keys, *own_values;  // what this lane copies of a tile's first row, of page 0
-  const int* table;
-  int sequence, kv_head, held, first, to;  // held: old tokens; to: the row of the cache that the new one is written to
-  int begin, end, newest;
-
-  static __device__ __forceinline__ PagedSource of(const PagedParams& p, int sequence, int kv_head) {
-    const int held = ((const int*)p.lengths)[sequence] - 1, first = p.window ? most_of(held - p.window + 1, 0) : 0;
-    const Pages<T> keys{(T*)p.keys + kv_head * p.keys_strides[2], p.keys_strides[0], p.keys_strides[1]};
-    const Pages<T> values{(T*)p.values + kv_head * p.values_strides[2], p.values_strides[0], p.values_strides[1]};
-    return {p, keys, values,
-            keys.base + Tile<F>::row() * keys.token + Tile<F>::unit() * 8, values.base + Tile<F>::row() * values.token + Tile<F>::unit() * 8,
-            (const int*)p.table + sequence * p.table_stride,
-            sequence, kv_head, held, first, 0,
-            first / kTokens * kTokens, held + 1, held};
-  }
-  // Also behind the end of the sequence: the table is read without a wait for the length.
-  __device__ __forceinline__ int place_of(int token) const { return token / p.page_size < p.pages ? table[token / p.page_size] : 0; }
-  __device__ __forceinline__ bool is_read(int token) const { return token >= first && token < held; }
-  __device__ __forceinline__ bool is_used(int token) const { return token >= first && token <= held; }
-  __device__ __forceinline__ int64_t key_stride() const { return keys.token; }
-  __device__ __forceinline__ int64_t value_stride() const { return values.token; }
-  __device__ __forceinline__ const T* key_at(int page, int token) const { return own_keys + keys.offset(page, token % p.page_size); }
-  __device__ __forceinline__ const T* value_at(int page, int token) const { return own_values + values.offset(page, token % p.page_size); }
-
-  __device__ __forceinline__ void wait() {
-    to = (int)((const int64_t*)p.slots)[sequence];
-    if (p.early) pdl_wait_then_trigger();
-  }
-  // The new token, which is this number of a tile of this warp; -1: of none.
-  __device__ __forceinline__ void load(NewToken<F>& added, int number) const {
-    added.load(number, (const T*)p.key + sequence * p.key_strides[0] + kv_head * p.key_strides[1],
-               (const T*)p.value + sequence * p.value_strides[0] + kv_head * p.value_strides[1]);
-  }
-  // This lane's part of the query.
-  __device__ __forceinline__ void load(uint4 (&q)[F::kTiles][F::D / 32], int group) const {
-    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-#pragma unroll
-    for (int i = 0; i < F::kTiles; ++i) {
-      const int row = 8 * i + g;
-      const T* from = (const T*)p.query + sequence * p.query_strides[0] + (kv_head * group + row) * p.query_strides[1];
-#pragma unroll
-      for (int c = 0; c < F::D / 32; ++c) q[i][c] = load_or_zero(from + exact_channel<F::D>(t, 8 * c), row < group);
-    }
-  }
-  __device__ __forceinline__ void store(const NewToken<F>& added) const {
-    if (to < 0) return;
-    const int page = to / p.page_size, slot = to % p.page_size;
-    added.store(keys.base + keys.offset(page, slot), values.base + values.offset(page, slot));
-  }
-};
-
-// Shared memory: what other blocks send; behind it tiles, or in their place the results of the warps.
-template <typename F> struct Memory {
-  static constexpr int kTiles = (Exchange<F>::kBytes + 127) / 128 * 128;
-  static constexpr int kBytes = kTiles + most_of(Results<F>::kBytes, F::kWarps * F::kStages * Tile<F>::kBytes);
-};
-
-// A tile of a warp is on its way while the one before it is multiplied. The warp whose tile has the new token has it in registers, long before it comes to that
-// tile, and writes it to the cache, where nobody reads it in this launch.
-template <typename F> __global__ void __launch_bounds__(F::kThreads, FP4_ARCH == 90 ? 0 : 1) paged_attention(const __grid_constant__ PagedParams p) {
-  const Exchange<F> exchange{dynamic_shared()};
-  begin_cluster(exchange, p.heads / p.kv_heads);
-  uint8_t* tiles = dynamic_shared() + Memory<F>::kTiles;
-  const int sequence = blockIdx.x / p.kv_heads, kv_head = blockIdx.x % p.kv_heads;
-  if (!p.early) pdl_wait_then_trigger();
-  PagedSource<F> source = PagedSource<F>::of(p, sequence, kv_head);
-  constexpr int kChunks = F::D / 32;
-  const int warp = threadIdx.x / 32, t = threadIdx.x % 4, group = p.heads / p.kv_heads, blocks = cluster_size(), rank = cluster_rank();
-  const int stride = blocks * F::kWarps * kTokens, last = source.newest / kTokens * kTokens;  // where the tile of the new token begins
-  int at = source.begin + (rank * F::kWarps + warp) * kTokens;
-  auto tile_of = [&](int stage) { return Tile<F>{tiles + (warp * F::kStages + stage) * Tile<F>::kBytes}; };
-  auto request = [&](int stage, int place, int token) {
-    if (token < source.end)
-      tile_of(stage).request(source.key_at(place, token), source.key_stride(), source.value_at(place, token), source.value_stride(), token,
-                             [&](int i) { return source.is_read(i); });
-    cp_async_commit_group();
+// The tokens of a KV head of a sequence, by position. So many lanes of the producer have the 16 tokens of a warp copied, each.
+template <typename F> struct Pages {
+  struct Of {
+    TensorMap keys, values;
+    PagedParams call;
   };
-  int places[F::kStages];
-#pragma unroll
-  for (int i = 0; i < F::kStages; ++i) places[i] = source.place_of(at + i * stride);
-#pragma unroll
-  for (int i = 0; i < F::kStages - 1; ++i) request(i, places[i], at + i * stride);
-  int place = places[F::kStages - 1];  // of the next tile that is requested
-  __syncwarp();
-  cluster_wait();
-  source.wait();
-  NewToken<F> added;  // of the warp whose tile it is in
-  const bool adds = source.newest >= 0 && (last - at) % stride == 0 && last >= at;
-  source.load(added, adds ? source.newest - last : -1);
-  uint4 q[F::kTiles][kChunks];
-  source.load(q, group);
-  source.store(added);
+  static constexpr int kProducers = F::kWarps, kAhead = 4;  // entries of the table that a lane has asked for
+  const PagedParams& c;
+  const TensorMap &key_map, &value_map;
+  const int* table;
+  int64_t to;  // the row of the cache that the new token is written to; below 0: none
+  int kv_head, held, first, begin, end, newest;  // old tokens; the first that is attended to; as Slots has them
+  int ahead[kAhead];
 
-  State<F> state;
-  state.reset();
-  for (int stage = 0; at < source.end; at += stride) {
-    cp_async_wait_group<F::kStages - 2>();
-    __syncwarp();  // what other lanes copied is here, and they have read the tile before
-    const Tile<F> tile = tile_of(stage);
-    if (at == last) tile.put(added);
-    const int free = stage == 0 ? F::kStages - 1 : stage - 1, ahead = at + (F::kStages - 1) * stride;
-    request(free, place, ahead);
-    place = source.place_of(ahead + stride);
-    stage = stage == F::kStages - 1 ? 0 : stage + 1;
-    float s[F::kTiles][4];
-    bool used[F::kTiles][4];
-    const float ones[4] = {1.f, 1.f, 1.f, 1.f};
-    tile.score(s, q);
-#pragma unroll
-    for (int i = 0; i < F::kTiles; ++i)
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        s[i][j] *= p.scale;
-        if (p.softcap > 0) s[i][j] = p.softcap * (1.f - __fdividef(2.f, 1.f + __expf(s[i][j] * __fdividef(2.f, p.softcap))));
-        used[i][j] = source.is_used(at + own_token(t, j));
-      }
-    state.apply(state.template add_scores<false>(s, ones, used));
-    tile.add_values(state, s);
+  static __device__ __forceinline__ Pages of(const AttentionParams&, const Of& of, int sequence, int kv_head) {
+    const PagedParams& c = of.call;
+    const int held = ((const int*)c.lengths)[sequence] - 1, first = c.window ? most_of(held - c.window + 1, 0) : 0;
+    return {c, of.keys, of.values, (const int*)c.table + sequence * c.table_stride, ((const int64_t*)c.slots)[sequence],
+            kv_head, held, first, first / kTokens * kTokens, held + 1, held, {}};
   }
-  cp_async_wait_group<0>();
-  combine_cluster<F>(p, state, exchange, tiles, sequence, kv_head, channel_of);
-}
+  __device__ __forceinline__ bool is_valid() const { return true; }
+  __device__ __forceinline__ bool is_used(int position) const { return position >= first && position <= held; }
+
+  // Also behind the end of the sequence: the table is read without a wait for the length.
+  __device__ __forceinline__ int page_of(int position) const {
+    const int i = position / c.page_size;
+    return i < c.pages ? table[i] : 0;
+  }
+  __device__ __forceinline__ void look_up(int at, int stride) {
+    if (threadIdx.x % 32 < kProducers)
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) ahead[i] = page_of(at + threadIdx.x % 32 * kTokens + i * stride);
+  }
+  __device__ __forceinline__ void request(const Tile<F>& tile, int at, int stride, Shared mbarrier) {
+    const int unit = threadIdx.x % 32, position = at + unit * kTokens, page = ahead[0];
+#pragma unroll
+    for (int i = 0; i < kAhead - 1; ++i) ahead[i] = ahead[i + 1];
+    ahead[kAhead - 1] = page_of(position + kAhead * stride);
+    if (position >= end) {
+      mbarrier_arrive(mbarrier);
+      return;
+    }
+    const Shared rows = shared_address(tile.memory) + unit * kTokens * Tile<F>::kKeyRow;
+    const int token = position % c.page_size;
+    mbarrier_arrive_expect_tx(mbarrier, 2 * kTokens * Tile<F>::kKeyRow);
+    tma_load_page(rows, key_map, kv_head, token, page, mbarrier);
+    tma_load_page(rows + Tile<F>::kValues, value_map, kv_head, token, page, mbarrier);
+  }
+  __device__ __forceinline__ void store(const NewRow16<F>& added) const {
+    if (to < 0) return;
+    auto row_of = [&](void* cache, const int64_t (&strides)[3]) {
+      using T = typename F::T;
+      const int64_t page = to / c.page_size, token = to % c.page_size;
+      return Rows{(uint8_t*)((T*)cache + page * strides[0] + token * strides[1] + kv_head * strides[2]), nullptr, nullptr, nullptr};
+    };
+    added.copy(row_of(c.keys, c.keys_strides), row_of(c.values, c.values_strides), 0);
+  }
+};
 
 // --- host ---------------------------------------------------------------------------------------------------------------------------------------------------
 
-struct Shape {
-  int warps, blocks;  // of a block; of a cluster
-};
-
-// Sweep on an H100, batch 1 to 64. A multiprocessor reads at most 40 GB/s, for which eight warps are enough. Few sequences get blocks of eight, as many as find
-// room beside each other in clusters: a quarter of the multiprocessors are left, for those of a cluster have to be neighbours. One sequence of few KV heads gets
-// clusters of 16, which are known to fit on sm_90 alone. More sequences get smaller blocks, so that all of them begin at once: three of four warps fit on a
-// multiprocessor, or seven of two.
-Shape shape_of(int programs) {
-  const int there = multiprocessors();
-  if (programs > 3 * there) return {2, 1};
-  if (programs > there) return {4, 1};
-  if (FP4_ARCH == 90 && programs * kMostBlocks <= there * 3 / 4) return {4, kMostBlocks};
-  int blocks = 1;
-  while (blocks < 8 && programs * blocks * 2 <= there * 3 / 4) blocks *= 2;
-  return {8, blocks};
+// The call of a step over a KVCache with the same query, which is neither normalised nor rotated.
+AttentionParams step_of(const PagedParams& c) {
+  AttentionParams p = {};
+  p.query = c.query, p.key = c.key, p.value = c.value, p.sinks = c.sinks, p.y = c.y, p.stream = c.stream;
+  for (int i = 0; i < 2; ++i) p.query_strides[i] = c.query_strides[i], p.key_strides[i] = c.key_strides[i], p.value_strides[i] = c.value_strides[i];
+  p.batch = c.batch, p.heads = c.heads, p.kv_heads = c.kv_heads, p.queries = 1, p.D = c.D, p.window = c.window;
+  p.slots = (int)std::min<int64_t>((int64_t)c.pages * c.page_size, 1 << 30);
+  p.dtype = c.dtype, p.sinks_type = c.sinks_type, p.format = -1, p.early = c.early, p.scale = c.scale, p.softcap = c.softcap;
+  return p;
 }
 
-template <typename F> cudaError_t run(const PagedParams& p, int blocks) { return launch_clusters<F>(paged_attention<F>, p, blocks, Memory<F>::kBytes); }
-
-template <typename T, int D, int ROWS> cudaError_t by_warps(const PagedParams& p, const Shape& s) {
-  if (s.warps == 2) return run<Paged<T, D, ROWS, 2>>(p, s.blocks);
-  if (s.warps == 4) return run<Paged<T, D, ROWS, 4>>(p, s.blocks);
-  return run<Paged<T, D, ROWS, 8>>(p, s.blocks);
+template <typename T, int D, int ROWS> cudaError_t run_pages(const PagedParams& c) {
+  using F = Step<T, kSame, kSame, D, ROWS, 4>;
+  typename Pages<F>::Of of{{}, {}, c};
+  auto map = [&](TensorMap* to, const void* cache, const int64_t (&s)[3]) {
+    const int64_t each = sizeof(T);
+    return tensor_map_pages(to, cache, {D * each, c.kv_heads, c.page_size, c.cache_pages, s[2] * each, s[1] * each, s[0] * each}, kTokens);
+  };
+  const cudaError_t status = first_error({map(&of.keys, c.keys, c.keys_strides), map(&of.values, c.values, c.values_strides)});
+  if (status != cudaSuccess) return status;
+  const AttentionParams p = step_of(c);
+  return run<F, Pages<F>>(p, of, c.blocks ? c.blocks : blocks_of<F, Pages<F>>(p));
 }
 
-template <typename T> cudaError_t by_shape(const PagedParams& p) {
-  const Shape shape = p.tile[0] > 0 ? Shape{p.tile[0], p.tile[1]} : shape_of(p.batch * p.kv_heads);
-  const bool few = p.heads / p.kv_heads <= 8;
-  if (p.D == 64) return few ? by_warps<T, 64, 8>(p, shape) : by_warps<T, 64, 16>(p, shape);
-  return few ? by_warps<T, 128, 8>(p, shape) : by_warps<T, 128, 16>(p, shape);
+template <typename T> cudaError_t by_shape(const PagedParams& c) {
+  const bool few = c.heads / c.kv_heads <= 8;
+  if (c.D == 64) return few ? run_pages<T, 64, 8>(c) : run_pages<T, 64, 16>(c);
+  return few ? run_pages<T, 128, 8>(c) : run_pages<T, 128, 16>(c);
 }
 
-bool fits(const PagedParams& p) {
-  if (!is_call(&p) || p.batch < 1 || p.kv_heads < 1 || p.heads < p.kv_heads || p.heads % p.kv_heads || p.heads / p.kv_heads > kMostRows) return false;
-  if (p.page_size < kTokens || p.page_size % kTokens || p.window < 0 || p.pages < 1) return false;
-  return (p.D == 64 || p.D == 128) && (!p.tile[0] || ((p.tile[0] == 2 || p.tile[0] == 4 || p.tile[0] == 8) && are_blocks(p.tile[1])));
+bool fits(const PagedParams& c) {
+  if (!is_call(&c) || c.batch < 1 || c.kv_heads < 1 || c.heads < c.kv_heads || c.heads % c.kv_heads || c.heads / c.kv_heads > kMostRows) return false;
+  if (c.page_size < kTokens || c.page_size % kTokens || c.window < 0 || c.pages < 1 || c.cache_pages < 1) return false;
+  return (c.D == 64 || c.D == 128) && (!c.blocks || are_blocks(c.blocks));
 }
 
 }  // namespace

@@ -1,13 +1,14 @@
-// One decode step of fp4.cached_attention, one new token of each sequence, in one launch: norm and rotation of query and key, rounding and append of the new
-// token, attention to all of them, combination by the blocks of a cluster (cluster.cuh). For caches in the dtype of the query (step_attention.cu), and in fp8 and
-// k8v4 (step_attention_codes.cu).
+// One new token of each sequence, in one launch: norm and rotation of query and key, rounding and append of the new token, attention to all of them, combination by
+// the blocks of a cluster (cluster.cuh). Over a KVCache in the dtype of the query (step_attention.cu), in fp8 and k8v4 (step_attention_codes.cu), and over pages
+// (paged_attention.cu).
 //
-// Tokens are taken by their slot, so that those of a tile lie one behind the other in every array of the cache. The last warp of a block is the producer: it has
-// tiles copied in bulk, some ahead, and it prepares the new token, if that is in a tile of the block. The other warps prepare the rows of the query, each for
-// itself, in registers, and take 16 tokens of each tile. The warp that comes to the new token puts it into its tile: what was copied there from the cache does not
-// count, and the producer writes the cache meanwhile.
+// Tokens are taken by their slot. The last warp of a block is the producer: it has tiles copied in bulk, some ahead, and it prepares the new token, if that is in a
+// tile of the block. The other warps prepare the rows of the query, each for itself, in registers, and take 16 tokens of each tile. The warp that comes to the new
+// token puts it into its tile: what was copied there from the cache does not count, and the producer writes the cache meanwhile.
 //
-// PDL: the call's `early` says that the kernel before writes nothing of the cache and not the counter: first tiles are then requested before the wait.
+// A source says which tokens there are and copies them: Slots here, Pages in paged_attention.cu.
+//
+// PDL: the call's `early` says that the kernel before writes nothing of the cache, and not what the source reads: first tiles are then requested before the wait.
 #pragma once
 #include "../sm90/pipeline.cuh"
 #include "cluster.cuh"
@@ -24,10 +25,13 @@ constexpr int kForTiles = kLargeSharedMemory ? 100 * 1024 : 84 * 1024;
 template <Kind KIND, int D> constexpr int kRowBytes = KIND == kSame ? 2 * D : D / kPacked<KIND>;
 
 // Warps that attend, besides the producer.
-// - Few, for up to eight rows, over the short caches of few sequences. The kernels before and behind are linear_chain then, which leaves the registers of four
-//   warps, one on each of the four parts of a multiprocessor. With more, a block of this kernel begins when the chain's has ended, and the next chain's when it has.
+// - Few, for up to eight rows, over the caches of few sequences. The kernels before and behind are linear_chain then, which leaves the registers of four warps, one
+//   on each of the four parts of a multiprocessor. With more, a block of this kernel begins when the chain's has ended, and the next chain's when it has.
 // - Else seven over codes: with the producer's they are two on each part, and two blocks fit. Four over a cache that is not rounded (sweep on an H200).
-constexpr int kFew = 3, kShort = 4608;
+constexpr int kFew = 3;
+// Slots of a cache beyond which 16 blocks of few warps are ahead of eight, and up to how many KV heads of all sequences. H200, a step of generate() of Qwen3-8B's
+// shape, a sequence of 8,192 tokens: a layer 7.6 us less in k8v4 and 4.3 in bfloat16. Of 4,096 tokens 1.0 less, but such caches are made where nobody asked for one.
+constexpr int kLong = 4608, kFewHeads = 8;
 
 // A template's constants. ROWS: 8, or 16, heads that share a KV head.
 template <typename T_, Kind KEYS, Kind VALUES, int D_, int ROWS_, int WARPS> struct Step {
@@ -161,18 +165,38 @@ __device__ __forceinline__ void prepare_new(const AttentionParams& p, int sequen
   }
 }
 
-// The tokens of a sequence by slot; a ring (window > 0) holds position i in slot i % slots.
-struct Slots {
+// The tokens of a KV head of a sequence in a KVCache; a ring (window > 0) holds position i in slot i % slots. In every array of the cache the tokens of a tile lie
+// one behind the other.
+template <typename F> struct Slots {
+  struct Of {};                                   // what a call has besides AttentionParams
+  static constexpr int kProducers = 1, begin = 0;  // lanes that copy; where the first tile begins
+  const AttentionParams& p;
+  Rows keys, values;
   const uint8_t* mask;
-  int held, end, newest;  // old tokens; behind the last slot that is looked at; that of the new token
+  int64_t held;     // old tokens
+  int end, newest;  // behind the last slot that is looked at; that of the new token
 
-  static __device__ __forceinline__ Slots of(const AttentionParams& p, int held, int sequence) {
-    return {p.mask ? (const uint8_t*)p.mask + sequence * p.mask_strides[0] : nullptr, held, p.window ? least_of(p.slots, held + 1) : held + 1, slot_of(p, held)};
+  static __device__ __forceinline__ Slots of(const AttentionParams& p, const Of&, int sequence, int) {
+    auto rows_of = [&](const CacheParams& c, int row_bytes) {
+      const int64_t row = (int64_t)blockIdx.x * p.slots;
+      return Rows{(uint8_t*)c.codes + row * row_bytes, (__half*)c.scale + row, (uint8_t*)c.blocks + row * (F::D / 16), nullptr};
+    };
+    const int64_t held = *(const int64_t*)p.position;
+    const int end = (int)held + 1;
+    return {p, rows_of(p.keys, Tile<F>::kKeyRow), rows_of(p.values, Tile<F>::kValueRow),
+            p.mask ? (const uint8_t*)p.mask + sequence * p.mask_strides[0] : nullptr, held, p.window ? least_of(p.slots, end) : end, slot_of(p, (int)held)};
   }
-  __device__ __forceinline__ bool is_used(const AttentionParams& p, int slot) const {
-    const int position = slot <= newest ? held - newest + slot : held - newest + slot - p.slots;
+  __device__ __forceinline__ bool is_valid() const { return held >= 0 && (p.window || held < p.slots); }
+  __device__ __forceinline__ bool is_used(int slot) const {
+    const int held = (int)this->held, position = slot <= newest ? held - newest + slot : held - newest + slot - p.slots;
     return slot < end && position >= 0 && (!p.window || position > held - p.window) && unmasked(p, mask, position);
   }
+  __device__ __forceinline__ void look_up(int, int) {}
+  __device__ __forceinline__ void request(const Tile<F>& tile, int at, int, Shared mbarrier) {
+    const int there = least_of(p.slots, (end + kTokens - 1) / kTokens * kTokens) - at;
+    tile.request(keys, values, at, least_of(Tile<F>::kCount, there), mbarrier);
+  }
+  __device__ __forceinline__ void store(const NewRow16<F>& added) const { added.copy(keys, values, newest); }
 };
 
 // The weights of a tile's tokens in s, and their values are added. ALL: every one is used.
@@ -218,7 +242,9 @@ __device__ __forceinline__ void add_tile(State<F>& state, const Rows& keys, cons
   }
 }
 
-template <typename F> __global__ void __launch_bounds__(F::kThreads, F::ROWS == 8 ? 2 : 1) step_attention(const __grid_constant__ AttentionParams p) {
+template <typename F, typename Source>
+__global__ void __launch_bounds__(F::kThreads, F::ROWS == 8 ? 2 : 1)
+    step_attention(const __grid_constant__ AttentionParams p, const __grid_constant__ typename Source::Of of) {
   using T = typename F::T;
   using M = Memory<F>;
   const Exchange<F> exchange{dynamic_shared()};
@@ -227,11 +253,15 @@ template <typename F> __global__ void __launch_bounds__(F::kThreads, F::ROWS == 
   const int sequence = blockIdx.x / p.kv_heads, kv_head = blockIdx.x % p.kv_heads, group = p.heads / p.kv_heads;
   const Ring<> ring = Ring<>::at(shared_address(dynamic_shared() + M::kMbarriers), M::kMostStages);
   const Shared is_ready = ring.end(M::kMostStages);  // the new token
+  constexpr int kCount = Tile<F>::kCount;
+  const int stride = blocks * kCount;
   if (!p.early) pdl_wait_then_trigger();
-  const int64_t position = *(const int64_t*)p.position;
-  if (threadIdx.x == F::kWarps * 32) ring.init(M::kMostStages, 1, F::kWarps), mbarrier_init(is_ready, 1), fence_mbarrier_init();
+  Source source = Source::of(p, of, sequence, kv_head);
+  int at = source.begin + rank * kCount;  // where the block's next tile begins
+  if (warp == F::kWarps) source.look_up(at, stride);
+  if (threadIdx.x == F::kWarps * 32) ring.init(M::kMostStages, Source::kProducers, F::kWarps), mbarrier_init(is_ready, 1), fence_mbarrier_init();
   cluster_wait();
-  if (position < 0 || (!p.window && position >= p.slots)) {  // nothing is written to the cache
+  if (!source.is_valid()) {  // nothing is written to the cache
     if (p.early) pdl_wait_then_trigger();
     const float nan = __uint_as_float(0x7FC00000);
     for (int i = threadIdx.x; i < group * (F::D / 2) && rank == 0; i += F::kThreads)
@@ -240,15 +270,8 @@ template <typename F> __global__ void __launch_bounds__(F::kThreads, F::ROWS == 
   }
   __syncthreads();
 
-  const Slots slots = Slots::of(p, (int)position, sequence);
-  auto rows_of = [&](const CacheParams& c, int row_bytes) {
-    const int64_t row = (int64_t)blockIdx.x * p.slots;
-    return Rows{(uint8_t*)c.codes + row * row_bytes, (__half*)c.scale + row, (uint8_t*)c.blocks + row * (F::D / 16), nullptr};
-  };
-  const Rows keys = rows_of(p.keys, Tile<F>::kKeyRow), values = rows_of(p.values, Tile<F>::kValueRow);
-  constexpr int kCount = Tile<F>::kCount;
-  const int stride = blocks * kCount, last = slots.newest / kTokens * kTokens;  // where the 16 tokens with the new one begin
-  const bool has_new = slots.newest / kCount % blocks == rank;
+  const int last = source.newest / kTokens * kTokens;  // where the 16 tokens with the new one begin
+  const bool has_new = source.newest >= 0 && (source.newest - source.begin) / kCount % blocks == rank;
   const NewRow16<F> added{dynamic_shared() + M::kNew};
   float* new_mean = (float*)(dynamic_shared() + M::kMean);
   auto tile_of = [&](int stage) { return Tile<F>{dynamic_shared() + M::kTiles + stage * Tile<F>::kBytes}; };
@@ -256,25 +279,24 @@ template <typename F> __global__ void __launch_bounds__(F::kThreads, F::ROWS == 
   State<F> state;
   state.reset();
   if (warp == F::kWarps) {
-    int at = rank * kCount;
     Stage to;
-    auto request = [&]() {  // by lane 0
+    auto request = [&]() {
       ring.acquire(to);
-      tile_of(to.i).request(keys, values, at, least_of(kCount, least_of(p.slots, (slots.end + kTokens - 1) / kTokens * kTokens) - at), ring.of(to));
+      source.request(tile_of(to.i), at, stride, ring.of(to));
       to.next(stages), at += stride;
     };
-    if (lane == 0)
-      for (int i = 0; i < stages && at < slots.end; ++i) request();
-    if (p.early) pdl_wait_then_trigger();
+    if (lane < Source::kProducers)
+      for (int i = 0; i < stages && at < source.end; ++i) request();
     __syncwarp();
+    if (p.early) pdl_wait_then_trigger();
     if (has_new) {
-      prepare_new<F>(p, sequence, kv_head, slots.held == 0, new_mean, added);
+      prepare_new<F>(p, sequence, kv_head, source.held == 0, new_mean, added);
       __syncwarp();
       if (lane == 0) mbarrier_arrive(is_ready);
-      added.copy(keys, values, slots.newest);
+      source.store(added);
     }
-    if (lane == 0)
-      while (at < slots.end) request();
+    if (lane < Source::kProducers)
+      while (at < source.end) request();
     __syncwarp();
   } else {
     QueryRows<F> rows;
@@ -283,20 +305,20 @@ template <typename F> __global__ void __launch_bounds__(F::kThreads, F::ROWS == 
     rows.request(p, sequence, kv_head, group);
     // q . (k + mean) = q . k + q . mean: the second term is the same for all tokens, and matters where something else is compared with their scores.
     const float* mean = Tile<F>::kScaled && (p.softcap > 0 || p.sinks) ? (const float*)p.key_mean + (int64_t)blockIdx.x * F::D : nullptr;
-    if (mean && slots.held == 0 && has_new) mbarrier_wait_parity(is_ready, 0), mean = new_mean;
+    if (mean && source.held == 0 && has_new) mbarrier_wait_parity(is_ready, 0), mean = new_mean;
     const QueryFragments<F> q(rows, p, mean);
     Stage from;
-    for (int base = rank * kCount; base < slots.end; base += stride, from.next(stages)) {
-      const int at = base + warp * kTokens;
+    for (; at < source.end; at += stride, from.next(stages)) {
+      const int own = at + warp * kTokens;
       ring.wait(from);
       const Rows own_keys = tile_of(from.i).keys(warp * kTokens), own_values = tile_of(from.i).values(warp * kTokens);
-      if (at == last) {
+      if (own == last) {
         mbarrier_wait_parity(is_ready, 0);
-        added.copy(own_keys, own_values, slots.newest - last);
+        added.copy(own_keys, own_values, source.newest - last);
         fence_proxy_async();  // before the next copy to this place
         __syncwarp();
       }
-      const uint32_t used = lanes_where(slots.is_used(p, at + lane % kTokens)) & 0xFFFF;
+      const uint32_t used = lanes_where(source.is_used(own + lane % kTokens)) & 0xFFFF;
       if (used == 0xFFFF) {
         add_tile<F, true>(state, own_keys, own_values, kTokens, used, q, p);
       } else if (used) {
@@ -305,7 +327,7 @@ template <typename F> __global__ void __launch_bounds__(F::kThreads, F::ROWS == 
           fence_proxy_async();
           __syncwarp();
         }
-        add_tile<F, false>(state, own_keys, own_values, slots.end - at, used, q, p);
+        add_tile<F, false>(state, own_keys, own_values, source.end - own, used, q, p);
       }
       __syncwarp();  // all have read their tokens
       if (lane == 0) ring.release(from);
@@ -316,27 +338,30 @@ template <typename F> __global__ void __launch_bounds__(F::kThreads, F::ROWS == 
 
 // --- host ---------------------------------------------------------------------------------------------------------------------------------------------------
 
-// Blocks of a KV head of a sequence (sweep on an H200, 4 to 256 KV heads in all, 520 to 32768 tokens): as many as find room at once, one on a multiprocessor.
-// Blocks of a cluster are neighbours: of those of eight, or of four, a quarter of the multiprocessors is left. Clusters of 16, which are known to fit on sm_90
-// alone, are worth their barriers where few clusters have many tokens.
-int blocks_of(const AttentionParams& p) {
-  const int programs = p.batch * p.kv_heads, there = multiprocessors();
-  if (FP4_ARCH == 90 && programs * kMostBlocks <= there / 2 && p.slots > 2048) return kMostBlocks;
-  int blocks = 8;
-  while (blocks > 2 && programs * blocks > there * 3 / 4) blocks /= 2;
-  return programs * blocks > there ? 1 : blocks;
+template <typename F, typename Source> cudaError_t run(const AttentionParams& p, const typename Source::Of& of, int blocks) {
+  return launch_clusters<F>(step_attention<F, Source>, p, blocks, Memory<F>::bytes(Memory<F>::stages(p.slots, blocks)), of);
 }
 
-template <typename F> cudaError_t run(const AttentionParams& p) {
-  const int blocks = p.tile[0] ? p.tile[0] : blocks_of(p);
-  return launch_clusters<F>(step_attention<F>, p, blocks, Memory<F>::bytes(Memory<F>::stages(p.slots, blocks)));
+// Blocks of a KV head of a sequence where F has kMany warps.
+template <typename F, typename Source> int blocks_of(const AttentionParams& p) {
+  static const Room alone = Room::of<F>(step_attention<F, Source>, (kLargeSharedMemory ? 2 : 1) * kForTiles);
+  static const Room paired = Room::of<F>(step_attention<F, Source>, Memory<F>::bytes(Memory<F>::kMostStages));
+  return blocks_in(alone, paired, p.batch * p.kv_heads, p.slots);
 }
+
+// Few warps leave room for the kernels beside them on every multiprocessor, so clusters of 16 need no multiprocessors of their own.
+template <typename F> int blocks_of_few(const AttentionParams& p) { return FP4_ARCH == 90 && p.slots > kLong && p.batch * p.kv_heads <= kFewHeads ? kMostBlocks : 8; }
+
+template <typename F> cudaError_t run_slots(const AttentionParams& p, int blocks) { return run<F, Slots<F>>(p, {}, p.tile[0] ? p.tile[0] : blocks); }
 
 template <typename T, Kind KEYS, Kind VALUES, int D> cudaError_t by_rows(const AttentionParams& p) {
   constexpr int kMany = KEYS == kSame ? 4 : 7;
-  if (p.heads / p.kv_heads > 8) return run<Step<T, KEYS, VALUES, D, 16, kMany>>(p);
-  const bool few = p.batch * p.kv_heads * 8 <= multiprocessors() * 3 / 4 && p.slots <= kShort;
-  return (p.tile[1] ? p.tile[1] == kFew : few) ? run<Step<T, KEYS, VALUES, D, 8, kFew>>(p) : run<Step<T, KEYS, VALUES, D, 8, kMany>>(p);
+  using Wide = Step<T, KEYS, VALUES, D, 16, kMany>;
+  using Many = Step<T, KEYS, VALUES, D, 8, kMany>;
+  using Few = Step<T, KEYS, VALUES, D, 8, kFew>;
+  if (p.heads / p.kv_heads > 8) return run_slots<Wide>(p, blocks_of<Wide, Slots<Wide>>(p));
+  const bool few = p.batch * p.kv_heads * 8 <= multiprocessors() * 3 / 4;
+  return (p.tile[1] ? p.tile[1] == kFew : few) ? run_slots<Few>(p, blocks_of_few<Few>(p)) : run_slots<Many>(p, blocks_of<Many, Slots<Many>>(p));
 }
 
 template <typename T, Kind KEYS, Kind VALUES> cudaError_t by_shape(const AttentionParams& p) {

@@ -129,10 +129,11 @@ struct PagedParams {
   int64_t query_strides[2], key_strides[2], value_strides[2];  // in elements, as all strides, without the last of 1
   int64_t keys_strides[3], values_strides[3], table_stride;    // of pages, of tokens and of heads
   int batch, heads, kv_heads, D, page_size, pages, window;  // pages: of a sequence in the table
+  int cache_pages;        // that the cache has
   int dtype, sinks_type;  // as in AttentionParams
   int early;              // the cache, the table and the lengths may be read while the kernel before it in its stream runs, which writes none of them
   float scale, softcap;   // in base 2; softcap 0: none
-  int tile[2];            // warps of a block: 2, 4 or 8; blocks that share a KV head of a sequence: 1 to 16, a power of two; all 0: the kernel's own choice
+  int blocks;             // that share a KV head of a sequence: 1 to 16; 0: the kernel's own choice
 };
 
 // False for a null pointer, and for the struct of a caller that was built with another version of this file.

@@ -468,6 +468,22 @@ template <typename... P> cudaError_t allow_large_clusters(void (*kernel)(P...)) 
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
 }
 
+// How many clusters of so many blocks find room at once; 0: none, or the driver does not say.
+template <typename... P> int clusters_at_once(void (*kernel)(P...), int threads, int shared_bytes, int cluster) {
+  if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes) != cudaSuccess || allow_large_clusters(kernel) != cudaSuccess) return 0;
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {1, 1, (unsigned)cluster};
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(1, 1, cluster);
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared_bytes;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  int count = 0;
+  return cudaOccupancyMaxActiveClusters(&count, kernel, &config) == cudaSuccess ? count : 0;
+}
+
 // Right behind the first kernel of the call, with which it may overlap (sm_90).
 template <typename... P, typename... A>
 cudaError_t launch_second(void (*kernel)(P...), dim3 blocks, int threads, int shared_bytes, int cluster, Stream stream, A... arguments) {

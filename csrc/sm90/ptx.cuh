@@ -95,6 +95,12 @@ __device__ __forceinline__ void tma_load_3d(Shared to, const TensorMap& map, int
                "r"(row), "r"(plane), "r"(mbarrier)
                : "memory");
 }
+// Of a map of pages: the rows of a tile, whole, lie one behind the other. The tile begins at a multiple of 128 bytes.
+__device__ __forceinline__ void tma_load_page(Shared to, const TensorMap& map, int head, int token, int page, Shared mbarrier) {
+  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(to), "l"(&map), "r"(0),
+               "r"(head), "r"(token), "r"(page), "r"(mbarrier)
+               : "memory");
+}
 // As cp_async_bulk_multicast() copies.
 __device__ __forceinline__ void tma_load_2d_multicast(Shared to, const TensorMap& map, int byte, int row, Shared mbarrier, uint16_t blocks) {
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to), "l"(&map),
@@ -127,9 +133,14 @@ __device__ __forceinline__ int flag_get(const int* flag) {
 struct Planes {
   int64_t row_bytes, rows, planes, row_pitch, plane_pitch;
 };
+// A paged cache: rows of row_bytes for each head of each token of each page; pitches in bytes.
+struct PagedRows {
+  int64_t row_bytes, heads, tokens, pages, head_pitch, token_pitch, page_pitch;
+};
 
-inline cudaError_t encode_tensor_map(TensorMap* map, const void* matrix, int dimensions, const Planes& of, int tile_planes, int tile_rows, int tile_bytes) {
-  using Encode = decltype(&cuTensorMapEncodeTiled);
+using Encode = decltype(&cuTensorMapEncodeTiled);
+// Null: the driver is older than CUDA 12.
+inline Encode tensor_map_encoder() {
   static const Encode encode = [] {
     void* found = nullptr;
     cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
@@ -140,7 +151,19 @@ inline cudaError_t encode_tensor_map(TensorMap* map, const void* matrix, int dim
 #endif
     return status == cudaSuccess && result == cudaDriverEntryPointSuccess ? (Encode)found : nullptr;
   }();
-  if (!encode) return cudaErrorNotSupported;
+  return encode;
+}
+
+inline cudaError_t encode_tensor_map(TensorMap* map, const void* matrix, int dimensions, const cuuint64_t* size, const cuuint64_t* pitch, const cuuint32_t* tile,
+                                     CUtensorMapSwizzle swizzle) {
+  const cuuint32_t each[4] = {1, 1, 1, 1};
+  if (!tensor_map_encoder()) return cudaErrorNotSupported;
+  const CUresult made = tensor_map_encoder()(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, dimensions, (void*)matrix, size, pitch, tile, each, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                                             swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return made == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+inline cudaError_t encode_planes(TensorMap* map, const void* matrix, int dimensions, const Planes& of, int tile_planes, int tile_rows, int tile_bytes) {
   if ((tile_bytes != 16 && tile_bytes != 32 && tile_bytes != 64 && tile_bytes != 128) || of.rows < 1 || of.row_bytes < 1 || of.planes < 1 || tile_rows < 1)
     return cudaErrorInvalidValue;
   const CUtensorMapSwizzle swizzle = tile_bytes == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
@@ -148,20 +171,25 @@ inline cudaError_t encode_tensor_map(TensorMap* map, const void* matrix, int dim
                                      : tile_bytes == 32 ? CU_TENSOR_MAP_SWIZZLE_32B
                                                         : CU_TENSOR_MAP_SWIZZLE_NONE;
   const cuuint64_t size[3] = {(cuuint64_t)of.row_bytes, (cuuint64_t)of.rows, (cuuint64_t)of.planes}, pitch[2] = {(cuuint64_t)of.row_pitch, (cuuint64_t)of.plane_pitch};
-  const cuuint32_t tile[3] = {(cuuint32_t)tile_bytes, (cuuint32_t)tile_rows, (cuuint32_t)tile_planes}, each[3] = {1, 1, 1};
-  const CUresult made = encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, dimensions, (void*)matrix, size, pitch, tile, each, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
-                               CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return made == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+  const cuuint32_t tile[3] = {(cuuint32_t)tile_bytes, (cuuint32_t)tile_rows, (cuuint32_t)tile_planes};
+  return encode_tensor_map(map, matrix, dimensions, size, pitch, tile, swizzle);
 }
 
 // For tma_load_2d(): `rows` rows of row_bytes, in tiles of up to 256 rows of 16, 32, 64 or 128 bytes. The matrix lies at a multiple of 16 bytes, and so
 // does every row. cudaErrorInvalidValue if there is no such map, cudaErrorNotSupported if the driver is older than CUDA 12.
 inline cudaError_t tensor_map_2d(TensorMap* map, const void* matrix, int64_t rows, int64_t row_bytes, int tile_rows, int tile_bytes) {
-  return encode_tensor_map(map, matrix, 2, {row_bytes, rows, 1, row_bytes, 0}, 1, tile_rows, tile_bytes);
+  return encode_planes(map, matrix, 2, {row_bytes, rows, 1, row_bytes, 0}, 1, tile_rows, tile_bytes);
 }
 // For tma_load_3d(); the pitches are multiples of 16.
 inline cudaError_t tensor_map_3d(TensorMap* map, const void* matrix, const Planes& of, int tile_planes, int tile_rows, int tile_bytes) {
-  return encode_tensor_map(map, matrix, 3, of, tile_planes, tile_rows, tile_bytes);
+  return encode_planes(map, matrix, 3, of, tile_planes, tile_rows, tile_bytes);
+}
+// For tma_load_page(): tiles of so many tokens of one head of one page. A row has at most 256 bytes; pitches are multiples of 16.
+inline cudaError_t tensor_map_pages(TensorMap* map, const void* cache, const PagedRows& of, int tile_tokens) {
+  const cuuint64_t size[4] = {(cuuint64_t)of.row_bytes, (cuuint64_t)of.heads, (cuuint64_t)of.tokens, (cuuint64_t)of.pages};
+  const cuuint64_t pitch[3] = {(cuuint64_t)of.head_pitch, (cuuint64_t)of.token_pitch, (cuuint64_t)of.page_pitch};
+  const cuuint32_t tile[4] = {(cuuint32_t)of.row_bytes, 1, (cuuint32_t)tile_tokens, 1};
+  return encode_tensor_map(map, cache, 4, size, pitch, tile, CU_TENSOR_MAP_SWIZZLE_NONE);
 }
 
 }  // namespace fp4

@@ -20,7 +20,7 @@ from .options import Lookup
 
 _LEAST = 256
 # A cache that no caller made is longer than its call needs, so that later calls find it, and graphs for it: up to this share of a GPU's memory, and up to
-# so many tokens that attention leaves room for the products beside it (kShort in csrc/attention/step.cuh): beyond, a step takes longer, however few there are.
+# so many tokens: over a longer one attention takes 16 blocks a KV head (kLong in csrc/attention/step.cuh), however few tokens there are.
 _UNASKED, _MOST_UNASKED = 1 / 128, 4096
 _ROLLBACK = 128  # tokens that a window of a KVCache made here can take back: fewer drafts than that need no other cache
 HOLDER = "_fp4_loop"

@@ -27,6 +27,7 @@ NOT_BY_CLUSTERS = (SEVERAL_QUERIES, OTHER_ROTATION, NOT_CONTIGUOUS, ODD_SLOTS, W
 
 
 SHORT = 4608  # slots of a cache for 4,096 tokens of a prompt and an answer
+FEW, LONGEST = 12, 8704  # KV heads of all sequences that are attended to beside linear_chain; slots for 8,192 tokens of a prompt and an answer
 
 
 def suits_clusters(programs: int, slots: int, format: str) -> bool:
@@ -34,13 +35,16 @@ def suits_clusters(programs: int, slots: int, format: str) -> bool:
 
     Over short caches of up to 132 heads. H100, 520 tokens of one sequence of 8 heads: 5.9 us (triton_cached_attention 8.9), in k8v4 6.9 (8.7); of eight
     sequences 11.8 (16.8). In the model's dtype of up to 264, two on a multiprocessor. H200, 256 heads of 520 tokens: 24.9 us (28.5), but fp8 18.1 (17.7) and
-    k8v4 19.2 (16.5). Over many tokens of many sequences. H200, 64 heads of 8,192 tokens: 67.9 us (78.1), fp8 40.7 (46.3); in k8v4 from 256 heads on.
-    Few heads of long caches have too few blocks.
+    k8v4 19.2 (16.5).
+
+    Over long caches of up to 12 heads, because it runs beside linear_chain. H200, a layer of a step, one sequence of 8 heads: 8,192 tokens 4 us less, 16,384 level.
+    And of 32 to 132 heads, which fill the multiprocessors: 32 of 8,192 tokens 14 us less, in k8v4 5; 16 heads are level. And of more heads with very many tokens.
     """
     if slots <= SHORT and programs <= (132 if format else 264):
         return True
-    heads, tokens = (133, 1 << 21) if format == "k8v4" else (32, 1 << 19)  # at least, of all sequences
-    return programs >= heads and programs * slots >= tokens
+    if programs <= 132:
+        return programs >= 32 or (programs <= FEW and slots <= LONGEST)
+    return programs * slots >= (1 << 21 if format == "k8v4" else 1 << 19)
 
 
 CODES = "keys and values in 8 bits"  # of fp4.decode_attention

@@ -132,9 +132,9 @@ class PagedParams(Struct):
         *_fields(ctypes.c_int64 * 2, "query_strides key_strides value_strides"),
         *_fields(ctypes.c_int64 * 3, "keys_strides values_strides"),
         *_fields(ctypes.c_int64, "table_stride"),
-        *_fields(ctypes.c_int, "batch heads kv_heads D page_size pages window dtype sinks_type early"),
+        *_fields(ctypes.c_int, "batch heads kv_heads D page_size pages window cache_pages dtype sinks_type early"),
         *_fields(ctypes.c_float, "scale softcap"),
-        *_fields(ctypes.c_int * 2, "tile"),
+        *_fields(ctypes.c_int, "blocks"),
     ]
 
 

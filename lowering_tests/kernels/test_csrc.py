@@ -93,8 +93,8 @@ SOURCES = {
         (r"HMMA\.16816\.F32\.BF16", r"HMMA\.16816\.F32\s", r"IMMA\.16832\.S8\.S8", r"LDG\.E\.128\.STRONG"),
         lambda arch, *finish: 2 * 3 * 3 * 2,  # dtypes x formats x heads of 64, 128, 256 x 8 or 16 rows of the query
     ),
-    # dtypes x heads of 64 and 128 x 8 or 16 rows of the query x blocks of 2, 4 and 8 warps
-    "attention/paged_attention.cu": ((r"HMMA\.16816\.F32\.BF16", r"HMMA\.16816\.F32\s", COPY, "UCGABAR_ARV"), lambda arch, *finish: 2 * 2 * 2 * 3),
+    # dtypes x heads of 64 and 128 x 8 or 16 rows of the query
+    "attention/paged_attention.cu": ((r"HMMA\.16816\.F32\.BF16", r"HMMA\.16816\.F32\s", r"UTMALDG\.4D", "UCGABAR_ARV"), lambda arch, *finish: 2 * 2 * 2),
     # dtypes x widths x 8 rows by few warps or by many, or 16 rows; and formats
     "attention/step_attention.cu": ((r"HMMA\.16816\.F32\.BF16", r"HMMA\.16816\.F32\s", "UBLKCP", "UCGABAR_ARV"), lambda arch, *finish: 2 * 2 * 3),
     "attention/step_attention_codes.cu": ((r"HMMA\.16816\.F32\s", r"IMMA\.16832\.S8\.S8", "UBLKCP", "UCGABAR_ARV"), lambda arch, *finish: 2 * 2 * 3 * 2),
@@ -193,15 +193,9 @@ LEFT_OUT = {
     (ATTENTION, 90): ({"SHAPE(64) ": "", " SHAPE(256)": "", BY_ROWS: "run<Form<T, KEYS, VALUES, d, KEYS == kNVFP4 ? 16 : 8>>(p)"}, lambda arch, *finish: 3),
     # takes the branches of sm_90
     (ATTENTION, 120): ({"SHAPE(64) ": "", " SHAPE(256)": "", BY_ROWS: "run<Form<T, KEYS, VALUES, d, 8>>(p)", NO_FP8: ""}, lambda arch, *finish: 2),
-    "attention/paged_attention.cu": (
-        (
-            "if (p.D == 64) return few ? by_warps<T, 64, 8>(p, shape) : by_warps<T, 64, 16>(p, shape);",
-            "if (s.warps == 4) return run<Paged<T, D, ROWS, 4>>(p, s.blocks);",
-        ),
-        lambda arch, *finish: 2 * 2,
-    ),
+    "attention/paged_attention.cu": (("if (c.D == 64) return few ? run_pages<T, 64, 8>(c) : run_pages<T, 64, 16>(c);",), lambda arch, *finish: 2),
     "attention/step_attention.cu": ((NO_64,), lambda arch, *finish: 3),
-    "attention/step_attention_codes.cu": ({NO_64: "", "run<Step<T, KEYS, VALUES, D, 8, kMany>>(p)": NOTHING}, lambda arch, *finish: 2 * 2),
+    "attention/step_attention_codes.cu": ({NO_64: "", "run_slots<Many>(p, blocks_of<Many, Slots<Many>>(p))": NOTHING}, lambda arch, *finish: 2 * 2),
 }
 # Of these float16 is compiled, too: there its own instructions are looked for.
 BOTH = (

@@ -173,7 +173,7 @@ def test_which_calls_it_serves():
 def test_what_is_said_of_calls():
     c = call(1, 4, 2, 1, 80, 64, 30)
     assert not select.cached_form(c)
-    long = torch.empty(1, 2, 8192, 64, dtype=F16, device="meta")
+    long = torch.empty(1, 2, 16384, 64, dtype=F16, device="meta")
     assert select.cached_form(call(1, 4, 2, 1, 8, 64, 0)._replace(keys=long, values=long)) == (OTHER_SIZE,)
     assert select.cached_form(call(1, 4, 2, 2, 80, 64, 30)) == (SEVERAL_QUERIES,)
     assert select.cached_form(c._replace(prologue=turning(1, 1, 64, rotary=32))) == (OTHER_ROTATION,)

@@ -66,22 +66,22 @@ def readable(t: Tensor) -> Tensor:
     return t if is_readable(t) else t.clone(memory_format=torch.contiguous_format)
 
 
-def fields(c: PagedCall, tile: tuple[int, int] = (0, 0)) -> dict[str, Any]:
-    """Of :class:`params.PagedParams`, but for y and stream. ``tile``: warps of a block, blocks of a KV head; zeros: the kernel's choice."""
+def fields(c: PagedCall, blocks: int = 0) -> dict[str, Any]:
+    """Of :class:`params.PagedParams`, but for y and stream. ``blocks``: of a KV head of a sequence, up to 16; 0: the kernel's choice."""
     query, key, value = c.query, c.key, c.value
-    (batch, heads, d), (_, page, kv_heads, _) = query.shape, c.keys.shape
+    (batch, heads, d), (cache_pages, page, kv_heads, _) = query.shape, c.keys.shape
     tensors: dict[str, Tensor | None] = dict(
         query=query, key=key, value=value, keys=c.keys, values=c.values, table=c.table, lengths=c.lengths.contiguous(), slots=c.slots.contiguous(),
         sinks=None if c.sinks is None else c.sinks.contiguous(),
     )  # fmt: skip
     strides = dict(query_strides=query.stride()[:2], key_strides=key.stride()[:2], value_strides=value.stride()[:2], table_stride=c.table.stride(0))
-    sizes = dict(batch=batch, heads=heads, kv_heads=kv_heads, D=d, page_size=page, pages=c.table.shape[1], window=c.window or 0)
+    sizes = dict(batch=batch, heads=heads, kv_heads=kv_heads, D=d, page_size=page, pages=c.table.shape[1], window=c.window or 0, cache_pages=cache_pages)
     types = dict(dtype=params.FLOATS[query.dtype], sinks_type=params.FLOATS[torch.float32 if c.sinks is None else c.sinks.dtype], early=int(c.early))
-    numbers = dict(scale=scale_of(query, c.scale) * _LOG2_E, softcap=(c.softcap or 0.0) * _LOG2_E, tile=tile)
+    numbers = dict(scale=scale_of(query, c.scale) * _LOG2_E, softcap=(c.softcap or 0.0) * _LOG2_E, blocks=blocks)
     return dict(keys_strides=c.keys.stride()[:3], values_strides=c.values.stride()[:3], **tensors, **strides, **sizes, **types, **numbers)
 
 
-def launch(c: PagedCall, tile: tuple[int, int] = (0, 0)) -> None:
+def launch(c: PagedCall, blocks: int = 0) -> None:
     """:func:`paged_form` of ``c`` is empty, and nothing of it is.
 
     Raises:
@@ -90,7 +90,7 @@ def launch(c: PagedCall, tile: tuple[int, int] = (0, 0)) -> None:
     from .. import csrc  # which reads the list of kernels
 
     of = f"query {tuple(c.query.shape)} over {tuple(c.keys.shape)}"
-    csrc.launch(LIBRARY, params.PagedParams, fields(c, tile), c.out, host.arch(c.query.device), of)
+    csrc.launch(LIBRARY, params.PagedParams, fields(c, blocks), c.out, host.arch(c.query.device), of)
 
 
 _WHY = "one launch: new tokens are appended, and the parts of a sequence meet in a cluster's shared memory"

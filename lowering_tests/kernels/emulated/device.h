@@ -145,6 +145,13 @@ inline cudaError_t tensor_map_3d(TensorMap* map, const void* matrix, const Plane
 inline cudaError_t tensor_map_2d(TensorMap* map, const void* matrix, int64_t rows, int64_t row_bytes, int tile_rows, int tile_bytes) {
   return tensor_map_3d(map, matrix, {row_bytes, rows, 1, row_bytes, 0}, 1, tile_rows, tile_bytes);
 }
+using PagedRows = emulated::PagedRows;
+inline cudaError_t tensor_map_pages(TensorMap* map, const void* cache, const PagedRows& of, int tile_tokens) {
+  return emulated::make_page_map(map, cache, of, tile_tokens) ? cudaSuccess : cudaErrorInvalidValue;
+}
+inline void tma_load_page(Shared to, const TensorMap& map, int head, int token, int page, Shared mbarrier) {
+  emulated::tma_load_page(to, map, head, token, page, mbarrier);
+}
 inline void prefetch_tensor_map(const TensorMap&) {}
 inline void tma_load_2d(Shared to, const TensorMap& map, int byte, int row, Shared mbarrier) { emulated::tma_load_2d(to, map, byte, row, 0, mbarrier, 0); }
 inline void tma_load_3d(Shared to, const TensorMap& map, int byte, int row, int plane, Shared mbarrier) { emulated::tma_load_2d(to, map, byte, row, plane, mbarrier, 0); }
@@ -260,6 +267,9 @@ inline cudaError_t launch(void (*kernel)(P...), dim3 blocks, int threads, int sh
 
 template <typename... P> inline cudaError_t prefer_shared_memory(void (*)(P...)) { return cudaSuccess; }
 template <typename... P> inline cudaError_t allow_large_clusters(void (*)(P...)) { return cudaSuccess; }
+template <typename... P> inline int clusters_at_once(void (*)(P...), int, int shared_bytes, int cluster) {
+  return FP4_EMULATED_SMS * (shared_bytes > 114 * 1024 ? 1 : 2) / cluster;
+}
 
 template <typename... P, typename... A>
 inline cudaError_t launch_second(void (*kernel)(P...), dim3 blocks, int threads, int shared_bytes, int cluster, Stream stream, A... arguments) {

@@ -61,11 +61,17 @@ void cp_async_bulk(void* shared, const void* global, int bytes, const void* mbar
 struct Planes {
   int64_t row_bytes, rows, planes, row_pitch, plane_pitch;
 };
+struct PagedRows {
+  int64_t row_bytes, heads, tokens, pages, head_pitch, token_pitch, page_pitch;
+};
 struct TensorMap {
   const uint8_t* matrix;
   Planes of;
   int tile_planes, tile_rows, tile_bytes;
+  PagedRows cache;  // of a map of pages, whose tiles have tile_rows tokens
 };
+bool make_page_map(TensorMap* map, const void* matrix, const PagedRows& of, int tile_tokens);
+void tma_load_page(void* shared, const TensorMap& map, int head, int token, int page, const void* mbarrier);
 bool make_tensor_map(TensorMap* map, const void* matrix, const Planes& of, int tile_planes, int tile_rows, int tile_bytes);
 void tma_load_2d(void* shared, const TensorMap& map, int byte, int row, int plane, const void* mbarrier, unsigned blocks);
 

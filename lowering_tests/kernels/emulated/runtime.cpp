@@ -572,6 +572,30 @@ void tma_load_2d(void* shared, const TensorMap& map, int byte, int row, int plan
   copy_parts(parts, map.tile_planes * map.tile_rows * map.tile_bytes, address, blocks);
 }
 
+bool make_page_map(TensorMap* map, const void* matrix, const PagedRows& of, int tile_tokens) {
+  *map = {(const uint8_t*)matrix, {}, 1, tile_tokens, (int)of.row_bytes, of};
+  for (int64_t size : {of.heads, of.tokens, of.pages, of.row_bytes})
+    if (size < 1 || size > int64_t(1) << 32) return false;
+  for (int64_t pitch : {of.head_pitch, of.token_pitch, of.page_pitch})
+    if (pitch % 16 || pitch < 0 || pitch >= int64_t(1) << 40) return false;
+  return (uintptr_t)matrix % 16 == 0 && of.row_bytes % 16 == 0 && of.row_bytes <= 256 && tile_tokens >= 1 && tile_tokens <= 256;
+}
+
+void tma_load_page(void* shared, const TensorMap& map, int head, int token, int page, const void* address) {
+  const PagedRows& of = map.cache;
+  if (((uint8_t*)shared - current->block->shared) % 128) fail("a tile at shared byte %td, not a multiple of 128", (uint8_t*)shared - current->block->shared);
+  if (head < 0 || head >= of.heads || page < 0 || page >= of.pages) fail("head %d of page %d, which the cache has not", head, page);
+  std::vector<Copy> parts;
+  for (int r = 0; r < map.tile_rows; ++r)
+    for (int b = 0; b < of.row_bytes; b += 16) {
+      parts.push_back({(uint8_t*)shared + r * of.row_bytes + b, map.matrix, 16, 0});
+      if (token + r >= of.tokens) continue;
+      parts.back().from += page * of.page_pitch + (token + r) * of.token_pitch + head * of.head_pitch + b;
+      parts.back().from_global = 16;
+    }
+  copy_parts(parts, map.tile_rows * (int)of.row_bytes, address, 0);
+}
+
 void flag_set(int* flag) {
   access((const uint8_t*)flag, 4, true, false);
   *flag = 1;
@@ -751,6 +775,7 @@ void __tsan_write_range(void* p, size_t n) { emulated::check(p, n, true); }
 void __tsan_func_entry(void*) {}
 void __tsan_func_exit() {}
 void __tsan_init() {}
+char __tsan_atomic8_load(const volatile char* p, int) { return *p; }  // of the guard of a static variable of the host
 void __tsan_vptr_update(void**, void*) {}
 void __tsan_vptr_read(void**) {}
 
