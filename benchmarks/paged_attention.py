@@ -105,7 +105,7 @@ def main() -> None:
         calls = calls_of(heads, kv_heads, batch, length, device)
         ways: dict[str, Callable[[int], object] | None] = {kernel_of(calls[0]): lambda i, calls=calls: torch.ops.fp4.paged_attention(*calls[i])}
         if args.sweep:
-            ways |= {f"{cuda.NAME} {n}": lambda i, calls=calls, n=n: cuda.launch(calls[i], n) for n in BLOCKS if n * batch * kv_heads <= 600}
+            ways |= {f"{cuda.NAME} {n}": lambda i, calls=calls, n=n: cuda.launch(calls[i], (n, 0)) for n in BLOCKS if n * batch * kv_heads <= 600}
         elif device == "cuda":
             ways["vllm FlashAttention 3"] = flash_attention(calls)
         for name, way in ways.items():

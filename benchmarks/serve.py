@@ -35,6 +35,8 @@ ROWS = {
     "decode batch 8 context 512": ("decode", 8, 512),
     "decode batch 32 context 512": ("decode", 32, 512),
     "decode batch 1 context 8000": ("decode", 1, 8000),
+    "decode batch 8 context 8000": ("decode", 8, 8000),
+    "decode batch 32 context 2000": ("decode", 32, 2000),
     "prompt 2048": ("prompt", 1, 2048),
     "prompt 8192": ("prompt", 1, 8192),
     "256 requests, 64 at once, 512 in, 128 out": ("throughput", 256, 512),
@@ -49,7 +51,7 @@ SMOKE = {
 GIB = 1 << 30
 _ANSWERS = sys.stdout  # of a worker: the pipe to the process that asks
 LAYERS = {"8b": 36, "30b": 48, "70b": 80, "tiny": 2}
-KV_BYTES = {"8b": 7 * GIB, "30b": 5 * GIB, "70b": 15 * GIB, "tiny": GIB // 4}  # 64 sequences of 640 tokens
+KV_BYTES = {"8b": 10 * GIB, "30b": 7 * GIB, "70b": 22 * GIB, "tiny": GIB // 4}  # 8 sequences of 8,200 tokens, 64 of 640
 
 
 def config_of(kind: str, layers: int = 0) -> dict[str, Any]:

@@ -77,29 +77,31 @@ AttentionParams step_of(const PagedParams& c) {
   return p;
 }
 
-template <typename T, int D, int ROWS> cudaError_t run_pages(const PagedParams& c) {
-  using F = Step<T, kSame, kSame, D, ROWS, 4>;
+template <typename F> cudaError_t run_pages(const PagedParams& c, const AttentionParams& p, int blocks) {
   typename Pages<F>::Of of{{}, {}, c};
   auto map = [&](TensorMap* to, const void* cache, const int64_t (&s)[3]) {
-    const int64_t each = sizeof(T);
-    return tensor_map_pages(to, cache, {D * each, c.kv_heads, c.page_size, c.cache_pages, s[2] * each, s[1] * each, s[0] * each}, kTokens);
+    const int64_t each = sizeof(typename F::T);
+    return tensor_map_pages(to, cache, {F::D * each, c.kv_heads, c.page_size, c.cache_pages, s[2] * each, s[1] * each, s[0] * each}, kTokens);
   };
   const cudaError_t status = first_error({map(&of.keys, c.keys, c.keys_strides), map(&of.values, c.values, c.values_strides)});
-  if (status != cudaSuccess) return status;
-  const AttentionParams p = step_of(c);
-  return run<F, Pages<F>>(p, of, c.blocks ? c.blocks : blocks_of<F, Pages<F>>(p));
+  return status == cudaSuccess ? run<F, Pages<F>>(p, of, c.tile[0] ? c.tile[0] : blocks) : status;
 }
 
-template <typename T> cudaError_t by_shape(const PagedParams& c) {
-  const bool few = c.heads / c.kv_heads <= 8;
-  if (c.D == 64) return few ? run_pages<T, 64, 8>(c) : run_pages<T, 64, 16>(c);
-  return few ? run_pages<T, 128, 8>(c) : run_pages<T, 128, 16>(c);
+template <typename T, int D> cudaError_t by_rows(const PagedParams& c) {
+  using Wide = Step<T, kSame, kSame, D, 16, 4>;
+  using Many = Step<T, kSame, kSame, D, 8, 4>;
+  const AttentionParams p = step_of(c);
+  if (c.heads / c.kv_heads > 8) return run_pages<Wide>(c, p, blocks_of<Wide, Pages<Wide>>(p));
+  if (c.tile[1] ? c.tile[1] == kFew : are_few(p)) return run_pages<Step<T, kSame, kSame, D, 8, kFew>>(c, p, blocks_of_few(p));
+  return run_pages<Many>(c, p, blocks_of<Many, Pages<Many>>(p));
 }
+
+template <typename T> cudaError_t by_shape(const PagedParams& c) { return c.D == 64 ? by_rows<T, 64>(c) : by_rows<T, 128>(c); }
 
 bool fits(const PagedParams& c) {
   if (!is_call(&c) || c.batch < 1 || c.kv_heads < 1 || c.heads < c.kv_heads || c.heads % c.kv_heads || c.heads / c.kv_heads > kMostRows) return false;
   if (c.page_size < kTokens || c.page_size % kTokens || c.window < 0 || c.pages < 1 || c.cache_pages < 1) return false;
-  return (c.D == 64 || c.D == 128) && (!c.blocks || are_blocks(c.blocks));
+  return (c.D == 64 || c.D == 128) && (!c.tile[0] || are_blocks(c.tile[0])) && c.tile[1] >= 0;
 }
 
 }  // namespace

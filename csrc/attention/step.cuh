@@ -349,8 +349,10 @@ template <typename F, typename Source> int blocks_of(const AttentionParams& p) {
   return blocks_in(alone, paired, p.batch * p.kv_heads, p.slots);
 }
 
-// Few warps leave room for the kernels beside them on every multiprocessor, so clusters of 16 need no multiprocessors of their own.
-template <typename F> int blocks_of_few(const AttentionParams& p) { return FP4_ARCH == 90 && p.slots > kLong && p.batch * p.kv_heads <= kFewHeads ? kMostBlocks : 8; }
+// Where it has few. They leave room for the kernels beside them on every multiprocessor, so clusters of 16 need no multiprocessors of their own.
+int blocks_of_few(const AttentionParams& p) { return FP4_ARCH == 90 && p.slots > kLong && p.batch * p.kv_heads <= kFewHeads ? kMostBlocks : 8; }
+
+bool are_few(const AttentionParams& p) { return p.batch * p.kv_heads * 8 <= multiprocessors() * 3 / 4; }
 
 template <typename F> cudaError_t run_slots(const AttentionParams& p, int blocks) { return run<F, Slots<F>>(p, {}, p.tile[0] ? p.tile[0] : blocks); }
 
@@ -360,8 +362,7 @@ template <typename T, Kind KEYS, Kind VALUES, int D> cudaError_t by_rows(const A
   using Many = Step<T, KEYS, VALUES, D, 8, kMany>;
   using Few = Step<T, KEYS, VALUES, D, 8, kFew>;
   if (p.heads / p.kv_heads > 8) return run_slots<Wide>(p, blocks_of<Wide, Slots<Wide>>(p));
-  const bool few = p.batch * p.kv_heads * 8 <= multiprocessors() * 3 / 4;
-  return (p.tile[1] ? p.tile[1] == kFew : few) ? run_slots<Few>(p, blocks_of_few<Few>(p)) : run_slots<Many>(p, blocks_of<Many, Slots<Many>>(p));
+  return (p.tile[1] ? p.tile[1] == kFew : are_few(p)) ? run_slots<Few>(p, blocks_of_few(p)) : run_slots<Many>(p, blocks_of<Many, Slots<Many>>(p));
 }
 
 template <typename T, Kind KEYS, Kind VALUES> cudaError_t by_shape(const AttentionParams& p) {

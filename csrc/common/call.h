@@ -133,7 +133,7 @@ struct PagedParams {
   int dtype, sinks_type;  // as in AttentionParams
   int early;              // the cache, the table and the lengths may be read while the kernel before it in its stream runs, which writes none of them
   float scale, softcap;   // in base 2; softcap 0: none
-  int blocks;             // that share a KV head of a sequence: 1 to 16; 0: the kernel's own choice
+  int tile[2];            // blocks that share a KV head of a sequence, 1 to 16; warps that attend, 3 or another number; 0: the kernel's own choice
 };
 
 // False for a null pointer, and for the struct of a caller that was built with another version of this file.

@@ -134,7 +134,7 @@ class PagedParams(Struct):
         *_fields(ctypes.c_int64, "table_stride"),
         *_fields(ctypes.c_int, "batch heads kv_heads D page_size pages window cache_pages dtype sinks_type early"),
         *_fields(ctypes.c_float, "scale softcap"),
-        *_fields(ctypes.c_int, "blocks"),
+        *_fields(ctypes.c_int * 2, "tile"),
     ]
 
 

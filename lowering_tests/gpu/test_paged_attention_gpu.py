@@ -28,12 +28,12 @@ def same(a, b) -> bool:
     return torch.equal(a.nan_to_num(9.0), b.nan_to_num(9.0))
 
 
-def check(c: PagedCall, blocks=0) -> PagedCall:
+def check(c: PagedCall, tile=(0, 0)) -> PagedCall:
     assert not cuda.paged_form(c)
     ours, again, theirs = fresh(c), fresh(c), fresh(c)
     contract.CONTRACT.reference(*theirs)
-    cuda.launch(ours, blocks)
-    cuda.launch(again, blocks)
+    cuda.launch(ours, tile)
+    cuda.launch(again, tile)
     assert error(ours.out, theirs.out.double()) <= contract.CONTRACT.tolerance[c.query.dtype]
     assert same(ours.keys, theirs.keys) and same(ours.values, theirs.values) and torch.equal(again.out, ours.out)
     return ours
@@ -43,8 +43,8 @@ def check(c: PagedCall, blocks=0) -> PagedCall:
 @pytest.mark.parametrize("d", cuda.WIDTHS)
 @pytest.mark.parametrize("group", [1, 4, 7, 8, 11, 16])
 def test_shapes(group, d, dtype):
-    for blocks in range(17):
-        check(call((1, 16, 17, 0, 129, 700), 16, 3 * group, 3, d, dtype), blocks)
+    for tile in ((0, 0), *itertools.product(range(1, 17), (3, 4))):
+        check(call((1, 16, 17, 0, 129, 700), 16, 3 * group, 3, d, dtype), tile)
     check(call((95, 340), 48, 2 * group, 2, d, dtype, scale=0.4, early=True))
 
 

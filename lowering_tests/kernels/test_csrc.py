@@ -93,8 +93,8 @@ SOURCES = {
         (r"HMMA\.16816\.F32\.BF16", r"HMMA\.16816\.F32\s", r"IMMA\.16832\.S8\.S8", r"LDG\.E\.128\.STRONG"),
         lambda arch, *finish: 2 * 3 * 3 * 2,  # dtypes x formats x heads of 64, 128, 256 x 8 or 16 rows of the query
     ),
-    # dtypes x heads of 64 and 128 x 8 or 16 rows of the query
-    "attention/paged_attention.cu": ((r"HMMA\.16816\.F32\.BF16", r"HMMA\.16816\.F32\s", r"UTMALDG\.4D", "UCGABAR_ARV"), lambda arch, *finish: 2 * 2 * 2),
+    # dtypes x heads of 64 and 128 x 8 rows by few warps or by many, or 16 rows
+    "attention/paged_attention.cu": ((r"HMMA\.16816\.F32\.BF16", r"HMMA\.16816\.F32\s", r"UTMALDG\.4D", "UCGABAR_ARV"), lambda arch, *finish: 2 * 2 * 3),
     # dtypes x widths x 8 rows by few warps or by many, or 16 rows; and formats
     "attention/step_attention.cu": ((r"HMMA\.16816\.F32\.BF16", r"HMMA\.16816\.F32\s", "UBLKCP", "UCGABAR_ARV"), lambda arch, *finish: 2 * 2 * 3),
     "attention/step_attention_codes.cu": ((r"HMMA\.16816\.F32\s", r"IMMA\.16832\.S8\.S8", "UBLKCP", "UCGABAR_ARV"), lambda arch, *finish: 2 * 2 * 3 * 2),
@@ -193,7 +193,7 @@ LEFT_OUT = {
     (ATTENTION, 90): ({"SHAPE(64) ": "", " SHAPE(256)": "", BY_ROWS: "run<Form<T, KEYS, VALUES, d, KEYS == kNVFP4 ? 16 : 8>>(p)"}, lambda arch, *finish: 3),
     # takes the branches of sm_90
     (ATTENTION, 120): ({"SHAPE(64) ": "", " SHAPE(256)": "", BY_ROWS: "run<Form<T, KEYS, VALUES, d, 8>>(p)", NO_FP8: ""}, lambda arch, *finish: 2),
-    "attention/paged_attention.cu": (("if (c.D == 64) return few ? run_pages<T, 64, 8>(c) : run_pages<T, 64, 16>(c);",), lambda arch, *finish: 2),
+    "attention/paged_attention.cu": (("c.D == 64 ? by_rows<T, 64>(c) : ",), lambda arch, *finish: 3),
     "attention/step_attention.cu": ((NO_64,), lambda arch, *finish: 3),
     "attention/step_attention_codes.cu": ({NO_64: "", "run_slots<Many>(p, blocks_of<Many, Slots<Many>>(p))": NOTHING}, lambda arch, *finish: 2 * 2),
 }

@@ -28,9 +28,9 @@ def fresh(c: PagedCall) -> PagedCall:
     return PagedCall(*(t.clone() if isinstance(t, torch.Tensor) else t for t in c))
 
 
-def run(c: PagedCall, blocks: int = 0, arch: int = 90, constants: tuple[str, ...] = ()) -> torch.Tensor:
+def run(c: PagedCall, tile: tuple[int, int] = (0, 0), arch: int = 90, constants: tuple[str, ...] = ()) -> torch.Tensor:
     kernel = emulated(cuda.LIBRARY.source, arch)
-    return kernel.run(params.PagedParams, cuda.fields(c, blocks), c.out, changed=[c.keys, c.values], constants=constants)
+    return kernel.run(params.PagedParams, cuda.fields(c, tile), c.out, changed=[c.keys, c.values], constants=constants)
 
 
 def distance(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -41,25 +41,25 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.nan_to_num(9.0), b.nan_to_num(9.0))
 
 
-def check(c: PagedCall, blocks: int = 0, **how) -> torch.Tensor:
+def check(c: PagedCall, tile: tuple[int, int] = (0, 0), **how) -> torch.Tensor:
     """Against float64: the result, and exactly what was written. Twice: the same bits."""
     assert not cuda.paged_form(c)
     ours, again, theirs = fresh(c), fresh(c), fresh(c)
     contract.CONTRACT.reference(*theirs)
-    got = run(ours, blocks, **how)
+    got = run(ours, tile, **how)
     assert distance(got, theirs.out) <= contract.CONTRACT.tolerance[c.query.dtype]
     assert same(ours.keys, theirs.keys) and same(ours.values, theirs.values)
-    assert torch.equal(run(again, blocks, **how), got)
+    assert torch.equal(run(again, tile, **how), got)
     return got
 
 
 @needs_emulator
-@pytest.mark.parametrize("blocks", [0, 1, 2, 3, 7, 16])
-def test_lengths(blocks):
+@pytest.mark.parametrize("tile", [(0, 0), (1, 3), (2, 4), (3, 3), (7, 4), (16, 3)])
+def test_lengths(tile):
     """One token, the edges of tiles and of pages, more tiles than warps, warps and blocks without a tile, no sequence."""
     for lengths, page in (((1, 40, 17, 0), 16), ((15, 16, 33, 32), 32), ((95, 96, 97, 340), 48)):
-        check(contract.call(CPU, lengths, page, 8, 2, 64, BF16), blocks)
-    check(contract.call(CPU, (1200,), 16, 4, 1, 64, F16), blocks)
+        check(contract.call(CPU, lengths, page, 8, 2, 64, BF16), tile)
+    check(contract.call(CPU, (1200,), 16, 4, 1, 64, F16), tile)
 
 
 @needs_emulator
@@ -67,15 +67,15 @@ def test_lengths(blocks):
 @pytest.mark.parametrize(("d", "group"), [(64, 1), (64, 8), (64, 11), (128, 4), (128, 7), (128, 16)])
 def test_shapes(arch, d, group):
     for dtype in (F16, BF16):
-        check(contract.call(CPU, (70, 3), 16, 2 * group, 2, d, dtype, scale=0.3), 2, arch=arch)
+        check(contract.call(CPU, (70, 3), 16, 2 * group, 2, d, dtype, scale=0.3), (2, 4), arch=arch)
 
 
 @needs_emulator
 def test_options():
     for window in (1, 5, 16, 33, 1000):
-        check(contract.call(CPU, (70, 3, 260), 16, 4, 2, 64, F16, window=window), 2)
-    check(contract.call(CPU, (70, 3, 0), 16, 4, 2, 64, F16, sinks=True), 1)
-    check(contract.call(CPU, (70, 3), 16, 4, 2, 128, BF16, softcap=1.5, window=30, sinks=True), 2)
+        check(contract.call(CPU, (70, 3, 260), 16, 4, 2, 64, F16, window=window), (2, 3))
+    check(contract.call(CPU, (70, 3, 0), 16, 4, 2, 64, F16, sinks=True), (1, 4))
+    check(contract.call(CPU, (70, 3), 16, 4, 2, 128, BF16, softcap=1.5, window=30, sinks=True), (2, 4))
 
 
 @needs_emulator
@@ -110,20 +110,20 @@ def test_strides():
 def test_nan_stays_in_its_sequence_and_head():
     c = contract.call(CPU, (70, 40), 16, 4, 2, 64, F16)
     c.keys[c.table[0, 1].long(), 3, 1, 5] = float("nan")
-    got = run(fresh(c), 2)
+    got = run(fresh(c), (2, 4))
     assert got[0, 2:].isnan().all() and not got[0, :2].isnan().any() and not got[1].isnan().any()
     c = contract.call(CPU, (70, 40), 16, 4, 2, 64, F16)
     c.query[1, 0, 0] = float("inf")
-    got = run(fresh(c), 2)
+    got = run(fresh(c), (2, 4))
     assert got[1, 0].isnan().all() and not got[1, 1:].isnan().any() and not got[0].isnan().any()
 
 
 @needs_emulator
 def test_early():
     """Reads before its PDL wait only what no kernel of a step writes; a call that is not early waits first."""
-    for blocks in (1, 2):
+    for tile in ((1, 3), (2, 4)):
         for window in (None, 20):
-            check(contract.call(CPU, (1, 40, 0), 16, 4, 2, 64, F16, window=window, early=True), blocks, constants=EARLY)
+            check(contract.call(CPU, (1, 40, 0), 16, 4, 2, 64, F16, window=window, early=True), tile, constants=EARLY)
     c = contract.call(CPU, (40,), 16, 4, 2, 64, F16)
     run(fresh(c))
     with pytest.raises(EmulatorError, match="before the previous kernel has finished"):
@@ -133,9 +133,9 @@ def test_early():
 @needs_emulator
 def test_refused_by_the_library():
     c = contract.call(CPU, (20,), 16, 4, 2, 64, F16)
-    for blocks in (-1, 17):
+    for tile in ((-1, 0), (17, 0), (0, -1)):
         with pytest.raises(EmulatorError, match="status 1"):
-            run(c, blocks)
+            run(c, tile)
     for wrong in (dict(D=96), dict(page_size=8), dict(kv_heads=3), dict(window=-1), dict(pages=0), dict(cache_pages=0)):
         kernel = emulated(cuda.LIBRARY.source, 90)
         with pytest.raises(EmulatorError, match="status 1"):

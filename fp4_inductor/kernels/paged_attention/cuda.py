@@ -25,6 +25,8 @@ TOKENS = 16  # of a tile, which lies in one page
 _ALIGNED = 16
 MOST_ROWS = 16  # heads that share a KV head
 _LOG2_E = math.log2(math.e)
+Tile = tuple[int, int]  # blocks of a KV head of a sequence, up to 16; warps that attend, 3 or the kernel's other number
+OWN: Tile = (0, 0)  # the kernel's choice
 
 
 def paged_form(c: PagedCall) -> tuple[str, ...]:
@@ -66,8 +68,8 @@ def readable(t: Tensor) -> Tensor:
     return t if is_readable(t) else t.clone(memory_format=torch.contiguous_format)
 
 
-def fields(c: PagedCall, blocks: int = 0) -> dict[str, Any]:
-    """Of :class:`params.PagedParams`, but for y and stream. ``blocks``: of a KV head of a sequence, up to 16; 0: the kernel's choice."""
+def fields(c: PagedCall, tile: Tile = OWN) -> dict[str, Any]:
+    """Of :class:`params.PagedParams`, but for y and stream. A 0 of ``tile`` leaves it to the kernel."""
     query, key, value = c.query, c.key, c.value
     (batch, heads, d), (cache_pages, page, kv_heads, _) = query.shape, c.keys.shape
     tensors: dict[str, Tensor | None] = dict(
@@ -77,11 +79,11 @@ def fields(c: PagedCall, blocks: int = 0) -> dict[str, Any]:
     strides = dict(query_strides=query.stride()[:2], key_strides=key.stride()[:2], value_strides=value.stride()[:2], table_stride=c.table.stride(0))
     sizes = dict(batch=batch, heads=heads, kv_heads=kv_heads, D=d, page_size=page, pages=c.table.shape[1], window=c.window or 0, cache_pages=cache_pages)
     types = dict(dtype=params.FLOATS[query.dtype], sinks_type=params.FLOATS[torch.float32 if c.sinks is None else c.sinks.dtype], early=int(c.early))
-    numbers = dict(scale=scale_of(query, c.scale) * _LOG2_E, softcap=(c.softcap or 0.0) * _LOG2_E, blocks=blocks)
+    numbers = dict(scale=scale_of(query, c.scale) * _LOG2_E, softcap=(c.softcap or 0.0) * _LOG2_E, tile=tile)
     return dict(keys_strides=c.keys.stride()[:3], values_strides=c.values.stride()[:3], **tensors, **strides, **sizes, **types, **numbers)
 
 
-def launch(c: PagedCall, blocks: int = 0) -> None:
+def launch(c: PagedCall, tile: Tile = OWN) -> None:
     """:func:`paged_form` of ``c`` is empty, and nothing of it is.
 
     Raises:
@@ -90,7 +92,7 @@ def launch(c: PagedCall, blocks: int = 0) -> None:
     from .. import csrc  # which reads the list of kernels
 
     of = f"query {tuple(c.query.shape)} over {tuple(c.keys.shape)}"
-    csrc.launch(LIBRARY, params.PagedParams, fields(c, blocks), c.out, host.arch(c.query.device), of)
+    csrc.launch(LIBRARY, params.PagedParams, fields(c, tile), c.out, host.arch(c.query.device), of)
 
 
 _WHY = "one launch: new tokens are appended, and the parts of a sequence meet in a cluster's shared memory"
