@@ -37,8 +37,8 @@ def suits_clusters(programs: int, slots: int, format: str) -> bool:
     sequences 11.8 (16.8). In the model's dtype of up to 264, two on a multiprocessor. H200, 256 heads of 520 tokens: 24.9 us (28.5), but fp8 18.1 (17.7) and
     k8v4 19.2 (16.5).
 
-    Over long caches of up to 12 heads, because it runs beside linear_chain. H200, a layer of a step, one sequence of 8 heads: 8,192 tokens 4 us less, 16,384 level.
-    And of 32 to 132 heads, which fill the multiprocessors: 32 of 8,192 tokens 14 us less, in k8v4 5; 16 heads are level. And of more heads with very many tokens.
+    Over long caches of up to 12 heads, because it runs beside linear_chain. H200, a layer of a step, one sequence of 8 heads: 8,192 tokens 4 us less, 16,384
+    level. And of 32 to 132 heads, which fill the multiprocessors: 32 of 8,192 tokens 14 us less, in k8v4 5; 16 are level. And of more with very many tokens.
     """
     if slots <= SHORT and programs <= (132 if format else 264):
         return True

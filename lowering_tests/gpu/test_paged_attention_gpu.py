@@ -74,6 +74,17 @@ def test_rows_of_one_product():
     assert same(c.keys, want.keys)
 
 
+def test_heads_ahead_of_tokens():
+    """A cache whose pages have all tokens of a head one behind the other; and one whose pages hold keys and values."""
+    for page in (16, 48):
+        c = call((20, 333, 1), page, h=32, heads=8)
+        check(c._replace(**{name: getattr(c, name).transpose(1, 2).contiguous().transpose(1, 2) for name in ("keys", "values")}))
+        both, want = torch.stack([c.keys, c.values], 1), fresh(c)
+        contract.CONTRACT.reference(*want)
+        cuda.launch(c._replace(keys=both[:, 0], values=both[:, 1]))
+        assert error(c.out, want.out.double()) <= contract.CONTRACT.tolerance[BF16] and same(both[:, 0], want.keys)
+
+
 def test_nan_stays_in_its_sequence_and_head():
     c = call((300, 300), h=8, heads=2)
     c.values[c.table[0, 3].long(), 2, 1, 5] = NAN

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from fp4_inductor._sources import csrc_dir
 from fp4_inductor.config import DispatchConfig
 from fp4_inductor.errors import ConfigError, DTypeError, KernelError, ShapeError
 from fp4_inductor.kernels import csrc, params
@@ -140,6 +143,26 @@ def test_refused_by_the_library():
         kernel = emulated(cuda.LIBRARY.source, 90)
         with pytest.raises(EmulatorError, match="status 1"):
             kernel.run(params.PagedParams, cuda.fields(c) | wrong, c.out)
+
+
+# What cudaOccupancyMaxActiveClusters says of an H200 for clusters of 0 to 16 blocks: of one block on a multiprocessor, and of two.
+ALONE = (0, 132, 66, 39, 30, 22, 17, 15, 15, 9, 7, 7, 7, 7, 7, 7, 7)
+PAIRED = (0, 264, 132, 79, 62, 47, 39, 32, 30, 23, 21, 16, 16, 14, 14, 14, 14)
+
+
+@needs_emulator
+def test_how_many_blocks_share_a_head():
+    """The best of a sweep on an H200, 520 to 8,192 tokens: NOTES.md, "Pages by a producer warp"."""
+    library = emulated(Path(__file__).parent / "cluster_blocks.cu", 90, (f"-I{csrc_dir()}",)).library
+
+    def blocks(programs: int, slots: int = 9000, alone: tuple[int, ...] = ALONE, paired: tuple[int, ...] = PAIRED) -> int:
+        of = ctypes.c_int * 17
+        return library.fp4_cluster_blocks(of(*alone), of(*paired), programs, slots)
+
+    assert [blocks(n) for n in (4, 8, 16, 24, 32, 48, 64, 80, 128, 256, 1000)] == [16, 8, 6, 8, 6, 4, 2, 2, 1, 1, 1]
+    assert blocks(4, slots=2048) == 8, "clusters of 16 are worth their barriers over many tokens"
+    nowhere = (0,) * 17
+    assert blocks(8, alone=nowhere, paired=nowhere) == 1, "a driver that does not say"
 
 
 def test_a_launch_that_is_refused(monkeypatch):
