@@ -23,7 +23,7 @@ def test_shapes(shape):
         check(call(*shape, dtype=dtype, prologue=prologue), cuda_step.step)
 
 
-@pytest.mark.parametrize("tile", [(1, 4), (2, 3), (4, 4), (8, 3), (16, 3), (16, 4)], ids=str)
+@pytest.mark.parametrize("tile", [(1, 4), (2, 3), (4, 4), (6, 4), (7, 3), (8, 3), (13, 4), (16, 3), (16, 4)], ids=str)
 def test_tiles(tile):
     for at in (0, 15, 16, 300, 2000):
         check(call(1, 32, 8, 1, 2100, 128, at, prologue="norm"), lambda c: cuda_step.step(c, tile))
@@ -82,7 +82,7 @@ def test_codes(shape, name):
 
 
 @pytest.mark.parametrize("name", cuda_step.FORMATS)
-@pytest.mark.parametrize("tile", [(1, 7), (2, 3), (4, 7), (8, 3), (16, 3), (16, 7)], ids=str)
+@pytest.mark.parametrize("tile", [(1, 7), (2, 3), (4, 7), (6, 7), (7, 3), (8, 3), (16, 3), (16, 7)], ids=str)
 def test_tiles_of_codes(tile, name):
     for at in (0, 1, 15, 16, 17, 300, 2103):
         codes.check(codes.call(name, 2, 32, 8, 1, 2104, 128, at, prologue=True), run=lambda c: cuda_step.step(c, tile))
