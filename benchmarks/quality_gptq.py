@@ -26,7 +26,7 @@ from torch import Tensor
 import fp4_inductor
 from fp4_inductor import NVFP4Config
 from fp4_inductor.formats import gptq as numbers
-from fp4_inductor.models import gptq
+from fp4_inductor.models import gptq, output_moments
 from fp4_inductor.models.token_weights import TokenWeights
 
 COLUMNS = ("date", "torch", "transformers", "model", "text", "tokens", "weights", "own_tokens", "ppl", "kl", "ratio")
@@ -50,6 +50,7 @@ PARTS: dict[str, Callable[[], Any]] = {
     "tokens by the norm of their inputs": lambda: patch.object(gptq, "fisher", lambda *args: TokenWeights(reason="left out")),
     "no refinement": lambda: patch.object(numbers, "SWEEPS", 0),
     "damping 0.01 of the mean": lambda: patch.multiple(numbers, DAMPING=0.01, DAMPING_OWN=0.0),
+    "rows by themselves": lambda: patch.object(output_moments, "MOST", 0),
     "columns as they lie": lambda: patch.object(numbers, "block_order", as_they_lie),
 }
 

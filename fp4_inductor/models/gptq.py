@@ -20,12 +20,13 @@ from torch import Tensor, nn
 from ..config import NVFP4Config, weight_only
 from ..errors import CalibrationError
 from ..modules import FP4Linear
-from . import self_calibration
+from . import output_moments, self_calibration
 from .calibrate import batches_of, statistics
 from .chain import Chain, find_chain, recording
 from .convert import dense_weight, move
 from .finished import FinishedLayers, LayerStore
 from .hessian import Moments
+from .output_moments import OutputMoments
 from .plan import ExpertsTarget, QuantizationPlan, Target
 from .probe import Probe
 from .prune import ENOUGH, Dense, dense_layer
@@ -93,7 +94,7 @@ def prepare(
     start, waiting = time.monotonic(), _waiting(model, device)
     given = given_batches(model, config)
     groups = [g for g in plan.groups if not (g[0].head and config.lm_head == "fp8")]
-    finished = None if store is None else FinishedLayers(store, model, [*groups, *plan.experts], given, _settings(config, model))
+    finished = None if store is None else FinishedLayers(store, model, [*groups, *plan.experts], given, _settings(config, model, device))
     batches, held_out, described = text(model, given, finished)
     targets = [t for g in groups for t in g]
     items: list[Target | ExpertsTarget] = [*targets, *plan.experts]
@@ -109,7 +110,9 @@ def prepare(
             limit=f">= {ENOUGH} tokens (16,384 or more are worth their time)",
             remedy='Give more text, or use scale_search="activation".',
         )
-    weights = fisher(model, targets, batches, chain, progress, plan.experts) if items else TokenWeights()
+    moments = output_moments_of(model, groups, device)
+    weights = fisher(model, targets, batches, chain, progress, plan.experts, moments) if items else TokenWeights()
+    together = len(weights.outputs)
     enough = [g for g in groups if sum(means[t.name].rows for t in g) >= ENOUGH]
     prepared.few = {g[0].name: sum(means[t.name].rows for t in g) for g in groups if g not in enough}
     reached = [e for e in plan.experts if means[e.name].rows]
@@ -126,15 +129,30 @@ def prepare(
             if finished is not None:
                 finished.keep_experts(both, by_norms)
         elif isinstance(item, list) and isinstance(found, Moments):
-            layer, error = _layer(item, found, config, device, global_scales.get(item[0].name))
+            layer, error = _layer(item, found, config, device, global_scales.get(item[0].name), weights.outputs.pop(item[0].name, None))
             move(layer, waiting)
             prepared.layers[item[0].name] = layer, error
             if finished is not None:
                 finished.keep_layer(item, layer, error, by_norms)
     probe = Probe(model, held_out) if held_out else None
     prepared.probe = probe if probe is not None and probe.usable else None
-    prepared.notes = _notes(prepared, weights, described, chain, time.monotonic() - start) + ([] if finished is None else [finished.note()])
+    prepared.notes = _notes(prepared, weights, described, chain, together, time.monotonic() - start) + ([] if finished is None else [finished.note()])
     return prepared
+
+
+def output_moments_of(model: nn.Module, groups: list[list[Target]], device: torch.device | None) -> dict[str, OutputMoments]:
+    """What gradients are added to, of each layer whose rows are rounded together: no head, and nothing of too many outputs."""
+    if not _rows_together(model, device):
+        return {}
+    outputs = {g[0].name: dense_weight(g[0]).shape[0] for g in groups if not g[0].head}
+    outputs = {name: n for name, n in outputs.items() if n <= output_moments.MOST}
+    rank = output_moments.rank_of(outputs.values(), sum(p.nbytes for p in model.parameters()))
+    return {name: OutputMoments(n, rank, next(model.parameters()).device) for name, n in outputs.items()}
+
+
+def _rows_together(model: nn.Module, device: torch.device | None) -> bool:
+    """On a CPU only: groups of rows one behind the other leave most of a GPU without work, and how long they take there is not measured."""
+    return (device or next(model.parameters()).device).type == "cpu"
 
 
 def _waiting(model: nn.Module, device: torch.device | None) -> torch.device:
@@ -143,9 +161,15 @@ def _waiting(model: nn.Module, device: torch.device | None) -> torch.device:
     return device if device is not None and next(model.parameters()).device == host else host
 
 
-def _settings(config: NVFP4Config, model: nn.Module) -> dict[str, Any]:
+def _settings(config: NVFP4Config, model: nn.Module, device: torch.device | None) -> dict[str, Any]:
     """What the rounded layers depend on besides the model and the text that is given."""
-    return {"siblings": config.siblings, "lm_head": config.lm_head, "own_text": f"{sequences(model) + HELD_OUT}x{TOKENS}", "enough": ENOUGH}
+    return {
+        "siblings": config.siblings,
+        "lm_head": config.lm_head,
+        "own_text": f"{sequences(model) + HELD_OUT}x{TOKENS}",
+        "enough": ENOUGH,
+        "rows_together": _rows_together(model, device),
+    }
 
 
 def _take(
@@ -231,15 +255,19 @@ def _ids(batch: Any) -> Tensor | None:
     return found if isinstance(found, Tensor) and found.dim() and not found.is_floating_point() else None
 
 
-def _layer(group: list[Target], moments: Moments, config: NVFP4Config, device: torch.device | None, global_scale: Tensor | None) -> tuple[FP4Linear, float]:
+def _layer(
+    group: list[Target], moments: Moments, config: NVFP4Config, device: torch.device | None, global_scale: Tensor | None, outputs: OutputMoments | None
+) -> tuple[FP4Linear, float]:
     dense = dense_weight(group[0])
     dense = dense if device is None else dense.to(device)
-    layer = dense_layer(dense, Dense("gptq", weight_only(config.prefill) if group[0].head else config.prefill), moments, None, global_scale)
+    how = Dense("gptq", weight_only(config.prefill) if group[0].head else config.prefill)
+    layer = dense_layer(dense, how, moments, None, global_scale, None if outputs is None else outputs.matrix().to(dense.device))
     return layer, relative_error(dense, layer)
 
 
-def _notes(prepared: Prepared, weights: TokenWeights, described: str, chain: Chain, seconds: float) -> list[str]:
-    notes = [f'scale_search="gptq" over {described}, {described_weights(weights)}; {seconds:.0f} s']
+def _notes(prepared: Prepared, weights: TokenWeights, described: str, chain: Chain, together: int, seconds: float) -> list[str]:
+    rows = f", the rows of {together} layers together" if together else ""
+    notes = [f'scale_search="gptq" over {described}, {described_weights(weights)}{rows}; {seconds:.0f} s']
     if prepared.few:
         name, tokens = min(prepared.few.items(), key=lambda item: item[1])
         notes.append(f'{len(prepared.few)} layers met fewer than {ENOUGH} tokens ({name}: {tokens}): "activation" for them')

@@ -68,8 +68,15 @@ def sparse_layer(w: Tensor, config: Method, moments: Moments | None = None, squa
     return layer
 
 
-def dense_layer(w: Tensor, config: Method, moments: Moments | None = None, square: Tensor | None = None, global_scale: Tensor | None = None) -> FP4Linear:
-    """``w`` in dense NVFP4. Arguments as for :func:`sparse_layer`; ``global_scale``: one that it shares with others."""
+def dense_layer(
+    w: Tensor,
+    config: Method,
+    moments: Moments | None = None,
+    square: Tensor | None = None,
+    global_scale: Tensor | None = None,
+    outputs: Tensor | None = None,
+) -> FP4Linear:
+    """``w`` in dense NVFP4. Arguments as for :func:`sparse_layer`; ``global_scale``: one that it shares with others; ``outputs``: as "gptq" takes it."""
     square = None if square is None else square.to(w.device)
     global_scale = None if global_scale is None else global_scale.to(w.device)
     if moments is not None and (hessian := moments.mean()) is not None:
@@ -77,7 +84,7 @@ def dense_layer(w: Tensor, config: Method, moments: Moments | None = None, squar
         if _rounds(config, moments):
             layer = FP4Linear(w.shape[1], w.shape[0], dtype=w.dtype, device="meta", prefill=config.prefill)
             pad = (0, layer.padding)
-            layer.take(gptq.quantize(nn.functional.pad(w, pad), nn.functional.pad(hessian.to(w.device), pad + pad), global_scale))
+            layer.take(gptq.quantize(nn.functional.pad(w, pad), nn.functional.pad(hessian.to(w.device), pad + pad), global_scale, outputs))
             return layer
         if square is None or config.search != "gptq":
             square = hessian.diagonal().to(w.device)

@@ -23,6 +23,7 @@ from .calibrate import evaluating, feed
 from .chain import Chain, without_cache
 from .expert_gradients import PairWeights, squared_gradients
 from .forwards import replaced_forwards
+from .output_moments import OutputMoments
 from .plan import ExpertsTarget, Target
 from .routed import input_norms
 
@@ -37,10 +38,17 @@ class TokenWeights:
         found: for each layer and batch the squared gradients float32 ``[rows]`` of each call.
         reason: why nothing was found, in words.
         experts: for each module of experts and batch what was found in each call.
+        outputs: for each layer the second moments of its gradients.
     """
 
-    def __init__(self, found: dict[str, list[list[Tensor]]] | None = None, reason: str = "", experts: dict[str, list[list[PairWeights]]] | None = None):
-        self.found, self.reason, self.experts = found or {}, reason, experts or {}
+    def __init__(
+        self,
+        found: dict[str, list[list[Tensor]]] | None = None,
+        reason: str = "",
+        experts: dict[str, list[list[PairWeights]]] | None = None,
+        outputs: dict[str, OutputMoments] | None = None,
+    ):
+        self.found, self.reason, self.experts, self.outputs = found or {}, reason, experts or {}, outputs or {}
         self.unknown: set[str] = set()  # layers that were asked for and not found
         self._means = {name: torch.cat([v for batch in calls for v in batch]).mean() for name, calls in self.found.items()}
 
@@ -69,9 +77,17 @@ def described_weights(weights: TokenWeights) -> str:
 
 
 def fisher(
-    model: nn.Module, targets: Sequence[Target], batches: Sequence[Any], chain: Chain, progress: bool, experts: Sequence[ExpertsTarget] = ()
+    model: nn.Module,
+    targets: Sequence[Target],
+    batches: Sequence[Any],
+    chain: Chain,
+    progress: bool,
+    experts: Sequence[ExpertsTarget] = (),
+    moments: Mapping[str, OutputMoments] | None = None,
 ) -> TokenWeights:
     """Squared gradients of the cross entropy of each next token of ``batches`` at the outputs of ``targets`` and of both products of ``experts``.
+
+    ``moments``: by the names of layers, what their gradients are added to. The result has those of the layers that gradients reached.
 
     The model runs in eval mode, in its own dtype, its weights frozen; modes, flags and gradients are as before when this returns. In a chain of
     blocks each block is run a second time during the backward pass, so that only the blocks' inputs are kept.
@@ -80,7 +96,7 @@ def fisher(
     """
     try:
         reason = why_not(model)
-        return TokenWeights(reason=reason) if reason else _backward(model, targets, experts, batches, chain, progress)
+        return TokenWeights(reason=reason) if reason else _backward(model, targets, experts, batches, chain, progress, moments or {})
     except Exception as error:  # whatever a model's own code raises when it meets autograd
         return TokenWeights(reason=f"the backward pass failed with {type(error).__name__}: {error}".splitlines()[0])
 
@@ -102,7 +118,13 @@ def embedding_of(model: Any) -> Any:
 
 
 def _backward(
-    model: nn.Module, targets: Sequence[Target], experts: Sequence[ExpertsTarget], batches: Sequence[Any], chain: Chain, progress: bool
+    model: nn.Module,
+    targets: Sequence[Target],
+    experts: Sequence[ExpertsTarget],
+    batches: Sequence[Any],
+    chain: Chain,
+    progress: bool,
+    moments: Mapping[str, OutputMoments],
 ) -> TokenWeights:
     watched: list[Target | ExpertsTarget] = [*targets, *experts]
     found: dict[str, list[list[Any]]] = {t.name: [] for t in watched}
@@ -115,10 +137,15 @@ def _backward(
         slot: list[Any] = []
         taken.setdefault(target.name, []).append(slot)
         if isinstance(target, Target):
-            output.register_hook(lambda g: slot.append(g.detach().reshape(-1, g.shape[-1]).float().square().sum(-1)))
+            output.register_hook(lambda g: slot.append(of_layer(target.name, g.detach().reshape(-1, g.shape[-1]).float())))
         else:
             values = [v.detach() if isinstance(v, Tensor) else v for v in (*args, *kwargs.values())]
             output.register_hook(lambda g: slot.append(squared_gradients(target, values, g)))
+
+    def of_layer(name: str, g: Tensor) -> Tensor:
+        if name in moments:
+            moments[name].add(g)
+        return g.square().sum(-1)
 
     handles = [t.module.register_forward_hook(partial(watch, t), with_kwargs=True) for t in watched]
     handles.append(embedding_of(model).register_forward_hook(lambda module, args, output: output.detach().requires_grad_()))
@@ -145,7 +172,8 @@ def _backward(
     if len(usable) < _REACHED * len(found):
         return TokenWeights(reason=f"finite gradients reached only {len(usable)} of {len(found)} layers")
     names = {e.name for e in experts}
-    return TokenWeights({n: c for n, c in usable.items() if n not in names}, experts={n: c for n, c in usable.items() if n in names})
+    layers = {n: c for n, c in usable.items() if n not in names}
+    return TokenWeights(layers, experts={n: c for n, c in usable.items() if n in names}, outputs={n: m for n, m in moments.items() if n in layers})
 
 
 def _is_usable(calls: list[list[Any]]) -> bool:

@@ -126,6 +126,48 @@ def test_a_correlated_pair_gets_the_best_of_all_codes_and_scales():
     assert max(above) < 1.1
 
 
+def gradients(n: int, seed: int = 0) -> Tensor:
+    """Of few directions, as those at a layer's output are."""
+    return hessian(24, n, seed + 7)
+
+
+def error_of_both(w: Tensor, q: Tensor, h: Tensor, outputs: Tensor) -> float:
+    d = (w - q).double()
+    return float((d.T @ damped(outputs, gptq.OUTPUT_DAMPING, gptq.OUTPUT_DAMPING_OWN) @ d @ damped_of(h)).diagonal().sum())
+
+
+@pytest.mark.parametrize("n", [64, 128, 300])
+def test_rows_make_good_what_is_done_to_others(n):
+    w, h, outputs = weight(n, 64), hessian(200, 64), gradients(n)
+    together, alone = dense(gptq.quantize(w, h, outputs=outputs)), dense(gptq.quantize(w, h))
+    assert error_of_both(w, together, h, outputs) < 0.985 * error_of_both(w, alone, h, outputs)
+
+
+def test_rows_that_have_nothing_to_do_with_each_other_are_rounded_one_by_one():
+    w, h = weight(150, 64), hessian(200, 64)
+    for got, want in zip(gptq.quantize(w, h, outputs=torch.diag(torch.rand(150))), gptq.quantize(w, h), strict=True):
+        assert torch.equal(got.view(torch.uint8) if got.element_size() == 1 else got, want.view(torch.uint8) if want.element_size() == 1 else want)
+
+
+def test_what_rows_are_rounded_to_is_the_best_answer_to_those_before():
+    w, outputs, seen = weight(150, 32).double(), gradients(150), []
+
+    def rounded(rows: Tensor) -> tuple[Tensor, Tensor]:
+        seen.append(rows.clone())
+        return (rows * 50).round() / 50, torch.zeros(rows.shape[0], 2, dtype=torch.uint8)
+
+    q, _ = gptq._rows_in_turn(w.float(), outputs, rounded)
+    m = damped(outputs, gptq.OUTPUT_DAMPING, gptq.OUTPUT_DAMPING_OWN)
+    order = m.diagonal().argsort(descending=True, stable=True)
+    m, w, q = m[order][:, order], w[order], q[order].double()
+    assert [len(rows) for rows in seen] == [32, 32, 32, 32, 22]
+    done = 0
+    for rows in seen:
+        best = w[done:] + torch.linalg.solve(m[done:, done:], m[done:, :done] @ (w[:done] - q[:done]))
+        torch.testing.assert_close(rows.double(), best[: len(rows)], rtol=1e-4, atol=1e-6)
+        done += len(rows)
+
+
 @pytest.mark.parametrize("shape", [(24, 48), (16, 160), (5, 272), (1, 16)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_less_error_than_the_sweep_over_scales(shape, dtype):
@@ -214,7 +256,7 @@ def test_sparse_refusals():
     start = sparse24.quantize_sparse24(w, sparse24.magnitude_mask(w))
     with pytest.raises(NonFiniteError, match="weight"):
         gptq.quantize_sparse24(w.index_fill(1, torch.tensor([3]), float("nan")), torch.eye(32), start)
-    with pytest.raises(ShapeError, match="Hessian"):
+    with pytest.raises(ShapeError, match="second moments of its inputs"):
         gptq.quantize_sparse24(w, torch.eye(16), start)
     none = torch.empty(0, 32)
     assert gptq.quantize_sparse24(none, torch.eye(32), sparse24.quantize_sparse24(none, none.bool())).values.shape == (0, 8)
@@ -228,8 +270,12 @@ def test_nothing_to_quantize():
 
 def test_refusals():
     w = weight(4, 32)
-    with pytest.raises(ShapeError, match="Hessian"):
+    with pytest.raises(ShapeError, match="second moments of its inputs"):
         gptq.quantize(w, torch.eye(16))
+    with pytest.raises(ShapeError, match="gradients G"):
+        gptq.quantize(w, torch.eye(32), outputs=torch.eye(32))
+    with pytest.raises(NonFiniteError, match="NaN or Inf"):
+        gptq.quantize(w, torch.eye(32), outputs=torch.full((4, 4), float("inf")))
     with pytest.raises(ShapeError, match="multiple of 16"):
         gptq.quantize(weight(4, 24), torch.eye(24))
     with pytest.raises(NonFiniteError, match="Hessian"):

@@ -1,0 +1,84 @@
+"""Second moments of gradients at a layer's output: the sketch against the matrix, what fisher() finds, and what is rounded by it."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fp4_inductor
+from fp4_inductor import NVFP4Config
+from fp4_inductor.formats import gptq as numbers
+from fp4_inductor.models import gptq, output_moments, token_weights
+from fp4_inductor.models.chain import find_chain
+from fp4_inductor.models.output_moments import OutputMoments
+from fp4_inductor.models.plan import make_plan
+
+CPU = torch.device("cpu")
+
+
+def moments_of(*gradients: torch.Tensor, rank: int = 24) -> OutputMoments:
+    found = OutputMoments(gradients[0].shape[1], rank, CPU)
+    for g in gradients:
+        found.add(g)
+    return found
+
+
+def test_few_outputs_have_the_matrix_itself():
+    a, b = torch.randn(50, 64), torch.randn(7, 64)
+    want = torch.cat([a, b])
+    torch.testing.assert_close(moments_of(a, b, rank=64).matrix(), (want.T @ want).double(), rtol=1e-5, atol=1e-4)
+
+
+def test_a_sketch_has_all_of_few_directions():
+    g = torch.randn(500, 12) @ torch.randn(12, 200)
+    got, want = moments_of(g).matrix(), (g.T @ g).double()
+    assert float((got - want).norm() / want.norm()) < 1e-3
+
+
+def test_a_sketch_of_many_directions_is_positive_and_has_the_diagonal():
+    g = torch.randn(500, 200) * torch.exp(torch.randn(200))
+    got, want = moments_of(g[:100], g[100:]).matrix(), (g.T @ g).double()
+    torch.testing.assert_close(got.diagonal(), want.diagonal(), rtol=1e-4, atol=1e-3)
+    assert float(torch.linalg.eigvalsh(got)[0]) > -1e-6 * float(torch.linalg.eigvalsh(got)[-1])
+    assert not bool(moments_of(torch.zeros(3, 200)).matrix().any())
+
+
+def test_gradients_are_those_of_the_loss(tiny):
+    model = tiny("llama", torch.float32).eval()
+    plan = make_plan(model)
+    target = plan.targets[5]
+    ids = torch.randint(128, (3, 12))
+    moments = {target.name: OutputMoments(target.module.out_features, 1000, CPU)}
+    found = token_weights.fisher(model, plan.targets, [ids[:2], ids[2:]], find_chain(model, plan.targets), False, (), moments)
+    assert list(found.outputs) == [target.name]
+    added = torch.zeros(3, 12, target.module.out_features, requires_grad=True)
+    with target.module.register_forward_hook(lambda module, args, output: output + added):
+        F.cross_entropy(model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="sum").backward()
+    g = added.grad.flatten(0, 1)
+    torch.testing.assert_close(found.outputs[target.name].matrix(), (g.T @ g).double(), rtol=1e-3, atol=1e-6)
+
+
+def test_the_rank_follows_the_memory():
+    assert output_moments.rank_of([576, 1536] * 90, 270 << 20) > 1000, "of a small model all of the matrix"
+    large = output_moments.rank_of([12288, 12288, 4096, 4096, 4096, 1024, 1024] * 36, 15 << 30)
+    assert 300 < large < 400 and 4 * large * 38912 * 36 <= 2 << 30
+
+
+@pytest.mark.parametrize(("most", "device"), [(16384, None), (63, None), (16384, torch.device("meta"))])
+def test_layers_are_rounded_by_them(tiny, most, device, monkeypatch):
+    """But those of more outputs than ``most``, and on another device than a CPU none. The report says how many."""
+    monkeypatch.setattr(output_moments, "MOST", most)
+    model = tiny("llama", torch.float32)
+    plan = make_plan(model)
+    outputs = {t.name: t.module.out_features for t in plan.targets}
+    few = [name for name, n in outputs.items() if n <= most]
+    if device is not None:
+        assert not gptq.output_moments_of(model, plan.groups, device)
+        return
+    with mock.patch.object(numbers, "_rows_in_turn", wraps=numbers._rows_in_turn) as rows:
+        fp4_inductor.quantize_model(model, NVFP4Config("gptq", calibration=[torch.randint(128, (8, 40))]), progress=False)
+    assert rows.call_count == len(few) and (most == 63) == (len(few) < len(outputs))
+    assert f"the rows of {len(few)} layers together" in str(fp4_inductor.report(model).notes)
