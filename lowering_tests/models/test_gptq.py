@@ -160,7 +160,8 @@ def test_the_report_names_text_weights_and_time(tiny):
     model = quantized(tiny("llama", torch.bfloat16))
     report = fp4_inductor.report(model)
     assert "scale_search=gptq" in report.config
-    assert 'scale_search="gptq" over 512 tokens that the model wrote itself, tokens weighted by the Fisher information of the model; ' in note(model)
+    what = "512 tokens that the model wrote itself, tokens weighted by the Fisher information of the model, the rows of 14 layers together; "
+    assert f'scale_search="gptq" over {what}' in note(model)
     assert all(layer.relative_error < 0.5 for layer in report.layers)
     assert len(report.layers) == 14
 
