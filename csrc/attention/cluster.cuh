@@ -12,9 +12,9 @@ namespace fp4::attention {
 
 constexpr int kMostBlocks = 16;  // of a cluster
 
-// Results of blocks, as other blocks send them: of a unit, 32 neighbouring pairs of channels of a row, one (peak, sum) and an output for each pair. Unit u is made
-// an answer of by block u % blocks. An mbarrier counts their bytes. Other blocks may be ahead, so nothing else lies there. A barrier of the cluster would first wait until the block's own writes to memory are there,
-// and while the next kernel fetches its weights, that is several microseconds.
+// Results of blocks, as other blocks send them: of a unit, 32 neighbouring pairs of channels of a row, one (peak, sum) and an output for each pair. Unit u is
+// made an answer of by block u % blocks. An mbarrier counts their bytes. Other blocks may be ahead, so nothing else lies there. A barrier of the cluster
+// would first wait until the block's own writes to memory are there, and while the next kernel fetches its weights, that is several microseconds.
 template <typename F> struct Exchange {
   static constexpr int kPairs = F::D / 2, kUnitsOfRow = kPairs / 32, kMostUnits = F::ROWS * kUnitsOfRow + kMostBlocks;  // each block has a whole number of them
   static constexpr int kStats = kMostUnits * 32 * 8, kMbarrier = kStats + kMostUnits * 8, kBytes = kMbarrier + 16;
@@ -109,8 +109,8 @@ __device__ __forceinline__ void combine_cluster(const Params& p, const State<F>&
 
 inline bool are_blocks(int blocks) { return blocks >= 1 && blocks <= kMostBlocks; }
 
-// How many clusters of each size begin at once on this GPU. A cluster lies within one group of multiprocessors, and groups differ: of an H200's eight, seven have 16
-// or more and one has 8.
+// How many clusters of each size begin at once on this GPU. A cluster lies within one group of multiprocessors, and groups differ: of this H200's eight, seven
+// have 16 or more and one has 8.
 struct Room {
   int clusters[kMostBlocks + 1] = {};
 
@@ -130,9 +130,9 @@ struct Room {
 
 // Blocks of each of `programs` KV heads of all sequences. alone: room where a block has a multiprocessor for itself; paired: where two find room on one.
 // - Few heads over long caches get clusters of 16, which are known to fit on sm_90 alone.
-// - Else one block on a multiprocessor. Where that leaves a quarter of them without work, two, if a fifth more clusters would fit: those wait for whole groups, which
-//   other kernels still use. H200, 8,192 tokens in bfloat16: 16 heads by 4, 6 and 12 blocks 28.8, 23.0 and 26.6 us; 32 heads by 2, 3, 6 and 7 51.9, 45.5, 42.5 and
-//   41.9, but in a step seven are behind two.
+// - Else one block on a multiprocessor. Where that leaves a quarter of them without work, two, if a fifth more clusters would fit: those wait for whole
+//   groups, which other kernels still use. H200, 8,192 tokens in bfloat16: 16 heads by 4, 6 and 12 blocks 28.8, 23.0 and 26.6 us; 32 heads by 2, 3, 6 and 7
+//   51.9, 45.5, 42.5 and 41.9, but in a step seven are behind two.
 inline int blocks_in(const Room& alone, const Room& paired, int programs, int slots) {
   const int there = alone.clusters[1];
   if (FP4_ARCH == 90 && slots > 2048 && programs <= alone.clusters[kMostBlocks]) return kMostBlocks;

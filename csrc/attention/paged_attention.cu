@@ -1,4 +1,5 @@
-// One decode step of fp4.paged_attention in one launch: step.cuh over pages. 16 tokens that a warp takes lie in one page, so that they have one entry of the table.
+// One decode step of fp4.paged_attention in one launch: step.cuh over pages. 16 tokens that a warp takes lie in one page, so that they have one entry of the
+// table.
 //
 // PDL: the call's `early` says that the kernel before writes nothing of the cache, the table, the lengths and the slots.
 #include "step.cuh"

@@ -1,14 +1,15 @@
-// One new token of each sequence, in one launch: norm and rotation of query and key, rounding and append of the new token, attention to all of them, combination by
-// the blocks of a cluster (cluster.cuh). Over a KVCache in the dtype of the query (step_attention.cu), in fp8 and k8v4 (step_attention_codes.cu), and over pages
-// (paged_attention.cu).
+// One new token of each sequence, in one launch: norm and rotation of query and key, rounding and append of the new token, attention to all of them,
+// combination by the blocks of a cluster (cluster.cuh). Over a KVCache in the dtype of the query (step_attention.cu), in fp8 and k8v4
+// (step_attention_codes.cu), and over pages (paged_attention.cu).
 //
-// Tokens are taken by their slot. The last warp of a block is the producer: it has tiles copied in bulk, some ahead, and it prepares the new token, if that is in a
-// tile of the block. The other warps prepare the rows of the query, each for itself, in registers, and take 16 tokens of each tile. The warp that comes to the new
-// token puts it into its tile: what was copied there from the cache does not count, and the producer writes the cache meanwhile.
+// Tokens are taken by their slot. The last warp of a block is the producer: it has tiles copied in bulk, some ahead, and it prepares the new token, if that
+// is in a tile of the block. The other warps prepare the rows of the query, each for itself, in registers, and take 16 tokens of each tile. The warp that
+// comes to the new token puts it into its tile: what was copied there from the cache does not count, and the producer writes the cache meanwhile.
 //
 // A source says which tokens there are and copies them: Slots here, Pages in paged_attention.cu.
 //
-// PDL: the call's `early` says that the kernel before writes nothing of the cache, and not what the source reads: first tiles are then requested before the wait.
+// PDL: the call's `early` says that the kernel before writes nothing of the cache, and not what the source reads: first tiles are then requested before the
+// wait.
 #pragma once
 #include "../sm90/pipeline.cuh"
 #include "cluster.cuh"
@@ -25,12 +26,14 @@ constexpr int kForTiles = kLargeSharedMemory ? 100 * 1024 : 84 * 1024;
 template <Kind KIND, int D> constexpr int kRowBytes = KIND == kSame ? 2 * D : D / kPacked<KIND>;
 
 // Warps that attend, besides the producer.
-// - Few, for up to eight rows, over the caches of few sequences. The kernels before and behind are linear_chain then, which leaves the registers of four warps, one
-//   on each of the four parts of a multiprocessor. With more, a block of this kernel begins when the chain's has ended, and the next chain's when it has.
+// - Few, for up to eight rows, over the caches of few sequences. The kernels before and behind are linear_chain then, which leaves the registers of four
+//   warps, one on each of the four parts of a multiprocessor. With more, a block of this kernel begins when the chain's has ended, and the next chain's when
+//   it has.
 // - Else seven over codes: with the producer's they are two on each part, and two blocks fit. Four over a cache that is not rounded (sweep on an H200).
 constexpr int kFew = 3;
-// Slots of a cache beyond which 16 blocks of few warps are ahead of eight, and up to how many KV heads of all sequences. H200, a step of generate() of Qwen3-8B's
-// shape, a sequence of 8,192 tokens: a layer 7.6 us less in k8v4 and 4.3 in bfloat16. Of 4,096 tokens 1.0 less, but such caches are made where nobody asked for one.
+// Slots of a cache beyond which 16 blocks of few warps are ahead of eight, and up to how many KV heads of all sequences. H200, a step of generate() of
+// Qwen3-8B's shape, a sequence of 8,192 tokens: a layer 7.6 us less in k8v4 and 4.3 in bfloat16. Of 4,096 tokens 1.0 less, but such caches are made where
+// nobody asked for one.
 constexpr int kLong = 4608, kFewHeads = 8;
 
 // A template's constants. ROWS: 8, or 16, heads that share a KV head.
@@ -126,8 +129,8 @@ struct Stage {
   }
 };
 
-// What the last warp of the block that has the new token does with it: norm, rotation, rounding. mean: of keys; D floats in shared memory, which it writes where
-// the sequence begins with this token.
+// What the last warp of the block that has the new token does with it: norm, rotation, rounding. mean: of keys; D floats in shared memory, which it writes
+// where the sequence begins with this token.
 template <typename F>
 __device__ __forceinline__ void prepare_new(const AttentionParams& p, int sequence, int kv_head, bool first, float* mean, const NewRow16<F>& to) {
   using T = typename F::T;
@@ -165,8 +168,8 @@ __device__ __forceinline__ void prepare_new(const AttentionParams& p, int sequen
   }
 }
 
-// The tokens of a KV head of a sequence in a KVCache; a ring (window > 0) holds position i in slot i % slots. In every array of the cache the tokens of a tile lie
-// one behind the other.
+// The tokens of a KV head of a sequence in a KVCache; a ring (window > 0) holds position i in slot i % slots. In every array of the cache the tokens of a
+// tile lie one behind the other.
 template <typename F> struct Slots {
   struct Of {};                                   // what a call has besides AttentionParams
   static constexpr int kProducers = 1, begin = 0;  // lanes that copy; where the first tile begins
