@@ -44,7 +44,7 @@ class NVFP4Config:
         scale_search: how the E4M3 scale of each block of 16 weights is chosen.
 
             * ``"auto"`` (default, needs no data): the best that fits. For a causal language model of transformers ``"gptq"`` over text that
-              it writes itself (and over ``calibration``, if it is given), if that takes about a minute at most: some 14 M weights for
+              it writes itself (and over ``calibration``, if it is given), if that takes about a minute at most: some 10 M weights for
               each CPU core, 3.3 G on a GPU (1.8 G of experts). If that takes longer, or fails, or has a higher KL on text that was held out,
               ``"activation"`` over ``calibration`` or over text the model writes. ``"four_over_six"`` for every other model, and
               where writing fails or would take long (above 2 G parameters on a CPU). The report says which, why, and at what KL.
@@ -56,7 +56,7 @@ class NVFP4Config:
             * ``"gptq"``: codes and scales together, so that the layer's outputs change least: GPTQ with the scale chosen inside
               the loop, then coordinate descent, each token weighted with its Fisher information (one backward pass). The
               best (SmolLM2-135M: KL 0.047 / 0.056 nats a token on a manual / a novel, by "activation" 0.091 / 0.096) and the
-              slowest (there 349 s against 6 s on two CPU cores); the quantized layers of a model on a GPU lie in the host's memory
+              slowest (there 304 s against 6 s on two CPU cores); the quantized layers of a model on a GPU lie in the host's memory
               meanwhile. On a CPU rows are rounded together, too; one by one, as on a GPU, it is 0.052 / 0.061. Over
               16,384 tokens that the model writes itself (on a GPU, below a billion parameters, 65,536), and over ``calibration`` besides,
               if it is given. Each expert is rounded by the tokens routed to it. Layers and experts that met fewer than 256 tokens get

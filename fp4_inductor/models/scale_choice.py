@@ -25,7 +25,7 @@ from .substitute import Value, substituted
 
 _UNWEIGHTED: ScaleSearch = "mse"  # the same sweep as "activation", without data
 SECONDS = 60.0  # that "auto" takes for "gptq" at most, by the figures below: who asks for nothing waits for a first token
-_CPU_SECONDS = 4.2e-6  # a weight, on one core: SmolLM2-135M (106 M of them) took 223 s on two
+_CPU_SECONDS = 5.7e-6  # a weight, on one core: SmolLM2-135M (106 M of them) took 304 s on two
 # The text, a weight of a linear layer and one of an expert, on a GPU: benchmarks/results/quality_time.csv, an H100.
 _GPU_TEXT, _GPU_SECONDS, _GPU_SECONDS_EXPERTS = 20.0, 1.2e-8, 2.2e-8
 # Bytes of GPU memory beside the model: float64 matrices of the widest layer's Hessian, its factors and inverse; activations and logits of a batch.
