@@ -39,16 +39,14 @@ template <int COUNT> __device__ __forceinline__ void add_results(const float2 (&
   }
 }
 
-// channels(pair): the first of the two channels of this pair.
-template <typename F, typename Params, typename Channels>
-__device__ __forceinline__ void store_answer(const Params& p, int sequence, int head, int pair, float2 stat, float2 out, const Channels& channels) {
+template <typename F> __device__ __forceinline__ void store_answer(const AttentionParams& p, int sequence, int head, int pair, float2 stat, float2 out) {
   float shrink = 1;
   if (p.sinks) {  // it has a share and no value
     const float sink = AnyNumbers{p.sinks, p.sinks_type}[head] * 1.4426950408889634f, higher = fmaxf(stat.x, sink);
     shrink = exp2_approx(stat.x - higher), stat.y = stat.y * shrink + exp2_approx(sink - higher);
   }
   const float by = stat.y == 0 ? 0.f : shrink / stat.y;
-  typename F::T* y = (typename F::T*)p.y + ((int64_t)sequence * p.heads + head) * F::D + channels(pair);
+  typename F::T* y = (typename F::T*)p.y + ((int64_t)sequence * p.heads + head) * F::D + channel_of_pair<F::D>(pair);
   *(uint32_t*)y = pack<typename F::T>(out.x * by, out.y * by);
 }
 
@@ -64,9 +62,9 @@ template <typename F> __device__ __forceinline__ void begin_cluster(const Exchan
 }
 
 // The answer of the first kWarps warps of every block of the cluster; all threads call it. No copy to the tiles is in flight. memory: for the warps' results.
-template <typename F, typename Params, typename Channels>
-__device__ __forceinline__ void combine_cluster(const Params& p, const State<F>& state, const Exchange<F>& exchange, uint8_t* memory, int sequence, int kv_head,
-                                                const Channels& channels) {
+template <typename F>
+__device__ __forceinline__ void combine_cluster(const AttentionParams& p, const State<F>& state, const Exchange<F>& exchange, uint8_t* memory, int sequence,
+                                                int kv_head) {
   using X = Exchange<F>;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = p.heads / p.kv_heads, blocks = cluster_size(), rank = cluster_rank();
   const int units = X::units(group), each = (units + blocks - 1) / blocks;
@@ -81,7 +79,7 @@ __device__ __forceinline__ void combine_cluster(const Params& p, const State<F>&
     for (int w = 0; w < F::kWarps; ++w) of[w] = warps.stats(w, row), y[w] = warps.output(w, row)[pair];
     add_results(of, y, stat, out);
     if (blocks == 1) {
-      store_answer<F>(p, sequence, kv_head * group + row, pair, stat, out, channels);
+      store_answer<F>(p, sequence, kv_head * group + row, pair, stat, out);
     } else {
       const int to = rank * each + unit / blocks, by = unit % blocks;
       st_async(shared_address(exchange.outputs() + to * 32 + lane), out, exchange.mbarrier(), by);
@@ -101,7 +99,7 @@ __device__ __forceinline__ void combine_cluster(const Params& p, const State<F>&
       y[r] = there ? exchange.outputs()[(r * each + i) * 32 + lane] : float2{0, 0};
     }
     add_results(of, y, stat, out);
-    store_answer<F>(p, sequence, kv_head * group + unit / X::kUnitsOfRow, unit % X::kUnitsOfRow * 32 + lane, stat, out, channels);
+    store_answer<F>(p, sequence, kv_head * group + unit / X::kUnitsOfRow, unit % X::kUnitsOfRow * 32 + lane, stat, out);
   }
 }
 
@@ -140,12 +138,12 @@ inline int blocks_in(const Room& alone, const Room& paired, int programs, int sl
   return 4 * programs * one < 3 * there && programs * two > there ? two : one;
 }
 
-// F: what the kernel is a template of. more: its parameters behind p.
-template <typename F, typename Params, typename... More>
-cudaError_t launch_clusters(void (*kernel)(Params, More...), const Params& p, int blocks, int bytes, const More&... more) {
+// F: what the kernel is a template of. of: what its source is made of.
+template <typename F, typename Of>
+cudaError_t launch_clusters(void (*kernel)(AttentionParams, Of), const AttentionParams& p, const Of& of, int blocks, int bytes) {
   const cudaError_t status = first_error({prefer_shared_memory(kernel), blocks > 8 ? allow_large_clusters(kernel) : cudaSuccess});
   if (status != cudaSuccess) return status;
-  return fp4::launch(kernel, dim3(p.batch * p.kv_heads, 1, blocks), F::kThreads, bytes, blocks, {(cudaStream_t)p.stream, true}, p, more...);
+  return fp4::launch(kernel, dim3(p.batch * p.kv_heads, 1, blocks), F::kThreads, bytes, blocks, {(cudaStream_t)p.stream, true}, p, of);
 }
 
 }  // namespace fp4::attention

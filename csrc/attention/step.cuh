@@ -336,13 +336,13 @@ __global__ void __launch_bounds__(F::kThreads, F::ROWS == 8 ? 2 : 1)
       if (lane == 0) ring.release(from);
     }
   }
-  combine_cluster<F>(p, state, exchange, dynamic_shared() + M::kTiles, sequence, kv_head, channel_of_pair<F::D>);
+  combine_cluster<F>(p, state, exchange, dynamic_shared() + M::kTiles, sequence, kv_head);
 }
 
 // --- host ---------------------------------------------------------------------------------------------------------------------------------------------------
 
 template <typename F, typename Source> cudaError_t run(const AttentionParams& p, const typename Source::Of& of, int blocks) {
-  return launch_clusters<F>(step_attention<F, Source>, p, blocks, Memory<F>::bytes(Memory<F>::stages(p.slots, blocks)), of);
+  return launch_clusters<F>(step_attention<F, Source>, p, of, blocks, Memory<F>::bytes(Memory<F>::stages(p.slots, blocks)));
 }
 
 // Blocks of a KV head of a sequence where F has kMany warps.

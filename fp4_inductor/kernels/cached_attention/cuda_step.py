@@ -16,7 +16,7 @@ from .. import host, params
 from ..asked import NO_COUNTERS, cache_in
 from ..forms import Launches, Library
 from ..kernel import COMPILED, MEASURED_H100, Kernel, On
-from ..paged_attention.cuda import readable
+from ..paged_attention.cuda import OWN, Tile, readable
 from .cuda import ALONE, cache_fields, call_fields
 from .step import Arguments, arguments
 
@@ -28,14 +28,10 @@ FORMATS = ("fp8", "k8v4")
 NOT_ROUNDED = -1  # as AttentionParams has it
 
 
-Tile = tuple[int, int]
-OWN: Tile = (0, 0)  # the kernel's choice
-
-
 def fields(c: CachedCall, a: Arguments, tile: Tile = OWN) -> dict[str, Any]:
     """Of :class:`params.AttentionParams`, but for y and stream.
 
-    ``tile``: blocks of a KV head of a sequence, a power of two up to 16; warps that attend, 3 or the kernel's other number. A 0 leaves either to the kernel.
+    A 0 of ``tile`` leaves it to the kernel.
     """
     if c.stored is None:
         return dict(call_fields(c, a), keys=dict(codes=c.keys), values=dict(codes=c.values), format=NOT_ROUNDED, tile=tile)
