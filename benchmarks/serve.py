@@ -3,6 +3,7 @@
     python benchmarks/serve.py                                   # both models, every row
     python benchmarks/serve.py --models 8b --rows decode,prompt --out serve.csv
     python benchmarks/serve.py --models 8b,30b --at-once         # all four engines share the GPU (139 GiB); saves one start
+    python benchmarks/serve.py --models 8b --rows decode --kv fp8 --runner v2    # a KV cache in FP8; vLLM's second model runner
     python benchmarks/serve.py --models tiny --smoke             # on a CPU: what runs, not how fast
 
 A model is a config.json alone with random weights (``load_format="dummy"``), so nothing is fetched or written. Each engine is a
@@ -106,7 +107,7 @@ def worker(args: argparse.Namespace) -> None:
     llm = LLM(
         model=str(folder), quantization=WHO[args.worker], load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", disable_log_stats=True,
         max_model_len=128 if smoke else 9000, max_num_seqs=4 if smoke else 64, max_num_batched_tokens=128 if smoke else 8192, enable_prefix_caching=False,
-        gpu_memory_utilization=0.05, kv_cache_memory_bytes=KV_BYTES[args.worker_model] // args.tp, additional_config=additional, enforce_eager=args.eager, **ranks,
+        gpu_memory_utilization=0.05, kv_cache_dtype=args.kv, kv_cache_memory_bytes=KV_BYTES[args.worker_model] // args.tp, additional_config=additional, enforce_eager=args.eager, **ranks,
         **({} if smoke else {"compilation_config": {"cudagraph_capture_sizes": [1, 8, 32, 64]}}),
     )  # fmt: skip
     answer({"ready": 1e3 * (time.time() - began), **versions()})
@@ -209,9 +210,9 @@ class Engine:
         home = work / name
         (home / "model").mkdir(parents=True)
         command = [sys.executable, __file__, "--worker", who, "--worker-model", model, "--folder", str(home / "model"), "--additional", args.additional]
-        command += ["--layers", str(args.layers), "--tp", str(tp)]
+        command += ["--layers", str(args.layers), "--tp", str(tp), "--kv", args.kv]
         command += [f"--{name}" for name, wanted in (("smoke", args.smoke), ("eager", args.eager), ("ep", ep)) if wanted]
-        env = os.environ | {name: str(home / name) for name in CACHES} | (env or {})
+        env = os.environ | {name: str(home / name) for name in CACHES} | {"VLLM_USE_V2_MODEL_RUNNER": str(int(args.runner == "v2"))} | (env or {})
         self.process = subprocess.Popen(command, env=env, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log.open("w"))
         self.facts: dict[str, Any] = {}
 
@@ -280,6 +281,8 @@ def main() -> None:
     parser.add_argument("--who", default="marlin,fp4_inductor")
     parser.add_argument("--at-once", action="store_true", help="start the engines of all models together; else model by model")
     parser.add_argument("--additional", default="", help="JSON for the plugin, e.g. '{\"bounds\": [1, 16]}'")
+    parser.add_argument("--kv", default="auto", help="vLLM's --kv-cache-dtype, of both engines: fp8; it is a part of the rows' names")
+    parser.add_argument("--runner", default="v1", choices=("v1", "v2"), help="vLLM's model runner, of both engines; v2 is a part of the rows' names")
     parser.add_argument("--profile", default=[], action="append", help="name of a row to profile at the end, may be repeated")
     parser.add_argument("--out", default="serve.csv")
     parser.add_argument("--logs", default=".", help="folder of the engines' logs")
@@ -305,6 +308,8 @@ def main() -> None:
         writer.writerow(["gpu", "torch", "triton", "vllm", "commit", "date", "model", "row", "who", "ms", "ratio"])
 
         def write(facts: dict[str, Any], model: str, row: str, who: str, ms: float, ratio: float | None) -> None:
+            row += "" if args.kv == "auto" else f", KV cache in {args.kv}"
+            row += "" if args.runner == "v1" else f", {args.runner} runner"
             line = [facts["gpu"], facts["torch"], facts["triton"], facts["vllm"], commit(), datetime.date.today().isoformat(), model, row, who]
             writer.writerow([*line, f"{ms:.3f}" if ms < 100 else f"{ms:.1f}", "" if ratio is None else f"{ratio:.3f}"])
             file.flush()

@@ -205,8 +205,18 @@ template <Kind KIND, int D> struct Rounded {
     }
   }
 
-  // Whole words, for which lanes give each other what they have.
-  __device__ __forceinline__ void store(const Rows& to, int row) const {
+  // By a scale that is given: sizes beyond its range become the largest, NaN stays.
+  __device__ __forceinline__ Rounded(const Lanes<D>& x, float by) {
+    static_assert(KIND == kFP8);
+#pragma unroll
+    for (int i = 0; i < E; ++i) {
+      const float y = x.v[i] / by;
+      codes[i / 4] |= (y == y ? e4m3_of(y) : 0x7Fu) << (8 * (i % 4));
+    }
+  }
+
+  // Whole words, for which lanes give each other what they have. SCALED: and the scale.
+  template <bool SCALED = true> __device__ __forceinline__ void store(const Rows& to, int row) const {
     const int lane = threadIdx.x % 32;
     uint32_t* at = (uint32_t*)(to.codes + (int64_t)row * (D / kPacked<KIND>));
     if constexpr (kBytes >= 4) {
@@ -220,7 +230,7 @@ template <Kind KIND, int D> struct Rounded {
       const uint32_t word = gathered<4, 8>(block, kShare);
       if (lane < D / 64) ((uint32_t*)(to.blocks + (int64_t)row * (D / 16)))[lane] = word;
     }
-    if (lane == 0) to.scale[row] = scale;
+    if (SCALED && lane == 0) to.scale[row] = scale;
   }
 
  private:

@@ -145,8 +145,9 @@ template <typename F> struct Keys {
           for (int c = 0; c < kBlocks; ++c) blocks[i][c] = tokens.pair(at + 8 * c + 2 * t);
       }
     }
+    if constexpr (F::kScaled)
 #pragma unroll
-    for (int j = 0; j < 4; ++j) scale[j] = tokens.pair(from.scale + tokens.row(own_token(t, j)));
+      for (int j = 0; j < 4; ++j) scale[j] = tokens.pair(from.scale + tokens.row(own_token(t, j)));
   }
 };
 
@@ -165,7 +166,7 @@ template <typename F> struct Values {
         const uint8_t* at = from.blocks + row * (F::D / 16);
         blocks[j] = F::D == 64 ? tokens.byte(at + g / 2) : F::D == 128 ? tokens.byte(at + g) : tokens.pair(at + 2 * g);
       }
-      scale[j] = tokens.pair(from.scale + row);
+      if constexpr (F::kScaled) scale[j] = tokens.pair(from.scale + row);
     }
   }
 };
@@ -290,6 +291,15 @@ template <typename F> struct State {
     return shrink;
   }
 
+  __device__ __forceinline__ void multiply(float by) {
+#pragma unroll
+    for (int m = 0; m < F::D / 16; ++m)
+#pragma unroll
+      for (int tile = 0; tile < F::kTiles; ++tile)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) out[m][tile][i] *= by;
+  }
+
   // Before the values of the tile are added. Rows of the output lie in other lanes than those of the scores.
   __device__ __forceinline__ void apply(const Shrink<F::kTiles>& shrink) {
     if (!shrink.any || FP4_FAULT(OLD_PEAK_KEPT)) return;
@@ -409,8 +419,13 @@ __device__ __forceinline__ void finish_scores(float (&s)[F::kTiles][4], float (&
                                               const AttentionParams& p, const Rest<F>& rest) {
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
-    const float of_key = half_of(key_scale[j], false), value = half_of(value_scale[j], false);
-    scale[j] = (value == 0 ? kLeastScale : value) * kUnit<F::kValues>;  // zero: a row of zeros
+    float of_key = 1.f;
+    scale[j] = kUnit<F::kValues>;
+    if constexpr (F::kScaled) {
+      const float value = half_of(value_scale[j], false);
+      of_key = half_of(key_scale[j], false);
+      scale[j] = (value == 0 ? kLeastScale : value) * kUnit<F::kValues>;  // zero: a row of zeros
+    }
 #pragma unroll
     for (int tile = 0; tile < F::kTiles; ++tile) s[tile][j] = s[tile][j] * (rest.factor[tile] * of_key) + rest.shift[tile];
   }

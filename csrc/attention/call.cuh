@@ -29,7 +29,7 @@ template <typename T_, Kind KEYS, Kind VALUES, int D_, int ROWS_> struct Form {
   using T = T_;
   static constexpr Kind kKeys = KEYS, kValues = VALUES;
   static constexpr int D = D_, ROWS = ROWS_, kTiles = ROWS / 8;  // of 8 rows
-  static constexpr bool kExact = KEYS == kNVFP4;
+  static constexpr bool kExact = KEYS == kNVFP4, kScaled = true;  // kScaled: each token has a scale of its keys and one of its values
   static constexpr int kWarps = D > 128 ? 4 : 8, kThreads = 32 * kWarps;
   static constexpr int kKeySteps = KEYS == kINT8 ? D / 32 : D / 16;  // products of a score
 };

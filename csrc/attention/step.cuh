@@ -1,12 +1,12 @@
 // One new token of each sequence, in one launch: norm and rotation of query and key, rounding and append of the new token, attention to all of them,
 // combination by the blocks of a cluster (cluster.cuh). Over a KVCache in the dtype of the query (step_attention.cu), in fp8 and k8v4
-// (step_attention_codes.cu), and over pages (paged_attention.cu).
+// (step_attention_codes.cu), and over pages in that dtype and in E4M3 (paged_attention.cu, paged_attention_fp8.cu).
 //
 // Tokens are taken by their slot. The last warp of a block is the producer: it has tiles copied in bulk, some ahead, and it prepares the new token, if that
 // is in a tile of the block. The other warps prepare the rows of the query, each for itself, in registers, and take 16 tokens of each tile. The warp that
 // comes to the new token puts it into its tile: what was copied there from the cache does not count, and the producer writes the cache meanwhile.
 //
-// A source says which tokens there are and copies them: Slots here, Pages in paged_attention.cu.
+// A source says which tokens there are and copies them: Slots here, Pages in pages.cuh.
 //
 // PDL: the call's `early` says that the kernel before writes nothing of the cache, and not what the source reads: first tiles are then requested before the
 // wait.
@@ -36,22 +36,26 @@ constexpr int kFew = 3;
 // nobody asked for one.
 constexpr int kLong = 4608, kFewHeads = 8;
 
-// A template's constants. ROWS: 8, or 16, heads that share a KV head.
-template <typename T_, Kind KEYS, Kind VALUES, int D_, int ROWS_, int WARPS> struct Step {
+// A template's constants. ROWS: 8, or 16, heads that share a KV head. SCALED: each token has a scale; codes without have one for all tokens.
+template <typename T_, Kind KEYS, Kind VALUES, int D_, int ROWS_, int WARPS, bool SCALED = KEYS != kSame> struct Step {
   using T = T_;
   static constexpr Kind kKeys = KEYS, kValues = VALUES;
   static constexpr int D = D_, ROWS = ROWS_, kTiles = ROWS / 8, kWarps = WARPS, kThreads = 32 * kWarps + 32;
   static constexpr int kKeySteps = KEYS == kINT8 ? D / 32 : D / 16;
-  static constexpr bool kExact = false;
+  static constexpr bool kExact = false, kScaled = SCALED, kOneScale = KEYS != kSame && !SCALED;
+};
+
+// What the codes of all tokens of a KV head are multiplied by.
+struct OneScale {
+  float key, value;
 };
 
 // As many times 16 tokens as a block has warps, in shared memory, as they lie in the cache. A warp takes 16 of them.
 template <typename F> struct Tile {
-  static constexpr bool kScaled = F::kKeys != kSame;
   static constexpr int kCount = kTokens * F::kWarps;
   static constexpr int kKeyRow = kRowBytes<F::kKeys, F::D>, kValueRow = kRowBytes<F::kValues, F::D>, kBlockRow = F::kValues == kNVFP4 ? F::D / 16 : 0;
   static constexpr int kValues = kCount * kKeyRow, kBlocks = kValues + kCount * kValueRow, kKeyScales = kBlocks + kCount * kBlockRow;
-  static constexpr int kValueScales = kKeyScales + (kScaled ? kCount * 2 : 0), kBytes = kValueScales + (kScaled ? kCount * 2 : 0);
+  static constexpr int kValueScales = kKeyScales + (F::kScaled ? kCount * 2 : 0), kBytes = kValueScales + (F::kScaled ? kCount * 2 : 0);
   uint8_t* memory;
 
   // From token `first` on.
@@ -66,7 +70,7 @@ template <typename F> struct Tile {
     mbarrier_arrive_expect_tx(mbarrier, count * (kBytes / kCount));
     cp_async_bulk(to, keys.codes + (int64_t)at * kKeyRow, count * kKeyRow, mbarrier);
     cp_async_bulk(to + kValues, values.codes + (int64_t)at * kValueRow, count * kValueRow, mbarrier);
-    if constexpr (kScaled) {
+    if constexpr (F::kScaled) {
       cp_async_bulk(to + kKeyScales, keys.scale + at, count * 2, mbarrier);
       cp_async_bulk(to + kValueScales, values.scale + at, count * 2, mbarrier);
     }
@@ -101,7 +105,7 @@ template <typename F> struct NewRow16 {
     };
     words(from.codes, to.codes + (int64_t)row * bytes, bytes);
     if (blocks) words(from.blocks, to.blocks + (int64_t)row * blocks, blocks);
-    if (Tile<F>::kScaled && lane == 0) to.scale[row] = *from.scale;
+    if (F::kScaled && lane == 0) to.scale[row] = *from.scale;
   }
 };
 
@@ -132,7 +136,8 @@ struct Stage {
 // What the last warp of the block that has the new token does with it: norm, rotation, rounding. mean: of keys; D floats in shared memory, which it writes
 // where the sequence begins with this token.
 template <typename F>
-__device__ __forceinline__ void prepare_new(const AttentionParams& p, int sequence, int kv_head, bool first, float* mean, const NewRow16<F>& to) {
+__device__ __forceinline__ void prepare_new(const AttentionParams& p, int sequence, int kv_head, bool first, float* mean, const OneScale& scales,
+                                            const NewRow16<F>& to) {
   using T = typename F::T;
   constexpr int D = F::D, E = Lanes<D>::kEach;
   const int channel = threadIdx.x % 32 * E;
@@ -143,14 +148,14 @@ __device__ __forceinline__ void prepare_new(const AttentionParams& p, int sequen
   if (!p.rotary) key.cos = nullptr;
   of_key.template load_as<T, T, T>(p, key), of_value.template load_as<T, T, T>(p, value);
   float old_mean[E] = {};
-  if (Tile<F>::kScaled && !first)
+  if (F::kScaled && !first)
 #pragma unroll
     for (int i = 0; i < E; ++i) old_mean[i] = key_mean[i];
   Lanes<D> v = prepared<T, D>(p, value, of_value, mean);
   __syncwarp();
   Lanes<D> k = prepared<T, D>(p, key, of_key, mean);
   __syncwarp();
-  if constexpr (Tile<F>::kScaled) {
+  if constexpr (F::kScaled) {
 #pragma unroll
     for (int i = 0; i < E; ++i) {
       if (first) mean[channel + i] = key_mean[i] = old_mean[i] = is_finite(k.v[i]) ? k.v[i] : 0.f;
@@ -159,6 +164,10 @@ __device__ __forceinline__ void prepare_new(const AttentionParams& p, int sequen
     const Rounded<F::kKeys, D> key_codes(k);
     const Rounded<F::kValues, D> value_codes(v);
     key_codes.store(to.key(), 0), value_codes.store(to.value(), 0);
+  } else if constexpr (F::kOneScale) {
+    const Rounded<F::kKeys, D> key_codes(k, scales.key);
+    const Rounded<F::kValues, D> value_codes(v, scales.value);
+    key_codes.template store<false>(to.key(), 0), value_codes.template store<false>(to.value(), 0);
   } else {
 #pragma unroll
     for (int i = 0; i < E; i += 2) {
@@ -190,6 +199,7 @@ template <typename F> struct Slots {
             p.mask ? (const uint8_t*)p.mask + sequence * p.mask_strides[0] : nullptr, held, p.window ? least_of(p.slots, end) : end, slot_of(p, (int)held)};
   }
   __device__ __forceinline__ bool is_valid() const { return held >= 0 && (p.window || held < p.slots); }
+  __device__ __forceinline__ OneScale scales() const { return {1.f, 1.f}; }
   __device__ __forceinline__ bool is_used(int slot) const {
     const int held = (int)this->held, position = slot <= newest ? held - newest + slot : held - newest + slot - p.slots;
     return slot < end && position >= 0 && (!p.window || position > held - p.window) && unmasked(p, mask, position);
@@ -293,7 +303,7 @@ __global__ void __launch_bounds__(F::kThreads, F::ROWS == 8 ? 2 : 1)
     __syncwarp();
     if (p.early) pdl_wait_then_trigger();
     if (has_new) {
-      prepare_new<F>(p, sequence, kv_head, source.held == 0, new_mean, added);
+      prepare_new<F>(p, sequence, kv_head, source.held == 0, new_mean, source.scales(), added);
       __syncwarp();
       if (lane == 0) mbarrier_arrive(is_ready);
       source.store(added);
@@ -307,9 +317,12 @@ __global__ void __launch_bounds__(F::kThreads, F::ROWS == 8 ? 2 : 1)
     if (p.early) pdl_wait_then_trigger();
     rows.request(p, sequence, kv_head, group);
     // q . (k + mean) = q . k + q . mean: the second term is the same for all tokens, and matters where something else is compared with their scores.
-    const float* mean = Tile<F>::kScaled && (p.softcap > 0 || p.sinks) ? (const float*)p.key_mean + (int64_t)blockIdx.x * F::D : nullptr;
+    const float* mean = F::kScaled && (p.softcap > 0 || p.sinks) ? (const float*)p.key_mean + (int64_t)blockIdx.x * F::D : nullptr;
     if (mean && source.held == 0 && has_new) mbarrier_wait_parity(is_ready, 0), mean = new_mean;
-    const QueryFragments<F> q(rows, p, mean);
+    QueryFragments<F> q(rows, p, mean);
+    if constexpr (F::kOneScale)
+#pragma unroll
+      for (int i = 0; i < F::kTiles; ++i) q.rest.factor[i] *= source.scales().key;
     Stage from;
     for (; at < source.end; at += stride, from.next(stages)) {
       const int own = at + warp * kTokens;
@@ -325,7 +338,7 @@ __global__ void __launch_bounds__(F::kThreads, F::ROWS == 8 ? 2 : 1)
       if (used == 0xFFFF) {
         add_tile<F, true>(state, own_keys, own_values, kTokens, used, q, p);
       } else if (used) {
-        if (F::kValues == kSame) {
+        if (!F::kScaled) {
           clear_values<F>(own_values, used);
           fence_proxy_async();
           __syncwarp();
@@ -335,6 +348,7 @@ __global__ void __launch_bounds__(F::kThreads, F::ROWS == 8 ? 2 : 1)
       __syncwarp();  // all have read their tokens
       if (lane == 0) ring.release(from);
     }
+    if constexpr (F::kOneScale) state.multiply(source.scales().value);
   }
   combine_cluster<F>(p, state, exchange, dynamic_shared() + M::kTiles, sequence, kv_head);
 }

@@ -125,12 +125,15 @@ struct PagedParams {
   const void* lengths;                 // int32 [batch]: with the new token; 0: no sequence, its rows of y are zeros
   const void* slots;                   // int64 [batch]: the row of the cache, counted over all pages, that the new token is written to; below 0: none
   const void* sinks;                   // a number for each head
+  const void *key_scale, *value_scale; // of a cache in fp8, whose numbers are code * scale: float32, one, or one a KV head
   void *y, *stream;
   int64_t query_strides[2], key_strides[2], value_strides[2];  // in elements, as all strides, without the last of 1
   int64_t keys_strides[3], values_strides[3], table_stride;    // of pages, of tokens and of heads
   int batch, heads, kv_heads, D, page_size, pages, window;  // pages: of a sequence in the table
   int cache_pages;        // that the cache has
   int dtype, sinks_type;  // as in AttentionParams
+  int format;             // of the cache, 0: fp8, -1: the dtype of the new tokens
+  int scale_stride;       // 0: one scale of each of keys and values, 1: one a KV head
   int early;              // the cache, the table and the lengths may be read while the kernel before it in its stream runs, which writes none of them
   float scale, softcap;   // in base 2; softcap 0: none
   int tile[2];            // blocks that share a KV head of a sequence, 1 to 16; warps that attend, 3 or another number; 0: the kernel's own choice

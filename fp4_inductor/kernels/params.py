@@ -128,11 +128,11 @@ class AttentionParams(Struct):
 class PagedParams(Struct):
     _fields_ = [
         *_fields(ctypes.c_int64, "size"),
-        *_fields(ctypes.c_void_p, "query key value keys values table lengths slots sinks y stream"),
+        *_fields(ctypes.c_void_p, "query key value keys values table lengths slots sinks key_scale value_scale y stream"),
         *_fields(ctypes.c_int64 * 2, "query_strides key_strides value_strides"),
         *_fields(ctypes.c_int64 * 3, "keys_strides values_strides"),
         *_fields(ctypes.c_int64, "table_stride"),
-        *_fields(ctypes.c_int, "batch heads kv_heads D page_size pages window cache_pages dtype sinks_type early"),
+        *_fields(ctypes.c_int, "batch heads kv_heads D page_size pages window cache_pages dtype sinks_type format scale_stride early"),
         *_fields(ctypes.c_float, "scale softcap"),
         *_fields(ctypes.c_int * 2, "tile"),
     ]

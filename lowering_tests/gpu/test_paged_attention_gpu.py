@@ -25,11 +25,13 @@ def fresh(c: PagedCall) -> PagedCall:
 
 
 def same(a, b) -> bool:
+    if a.dtype == contract.CODES:
+        return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
     return torch.equal(a.nan_to_num(9.0), b.nan_to_num(9.0))
 
 
 def check(c: PagedCall, tile=(0, 0)) -> PagedCall:
-    assert not cuda.paged_form(c)
+    assert cuda.paged_form(c) == (("a cache in fp8",) if cuda.is_in_codes(c) else ())
     ours, again, theirs = fresh(c), fresh(c), fresh(c)
     contract.CONTRACT.reference(*theirs)
     cuda.launch(ours, tile)
@@ -48,16 +50,47 @@ def test_shapes(group, d, dtype):
     check(call((95, 340), 48, 2 * group, 2, d, dtype, scale=0.4, early=True))
 
 
-def test_lengths():
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("d", cuda.WIDTHS)
+@pytest.mark.parametrize("group", [1, 4, 11, 16])
+def test_shapes_in_fp8(group, d, dtype):
+    for tile in ((0, 0), *itertools.product(range(1, 17), (3, 7))):
+        check(call((1, 16, 17, 0, 129, 700), 16, 3 * group, 3, d, dtype, codes=3), tile)
+    check(call((95, 340), 48, 2 * group, 2, d, dtype, scale=0.4, early=True, codes=1))
+
+
+@pytest.mark.parametrize("codes", [0, 1])
+def test_lengths(codes):
     for length in (1, 2, 15, 16, 17, 127, 128, 129, 520, 1023, 4096, 8001, 70_000):
-        check(call((length,), h=32, heads=8))
-    check(call([1 + 37 * i for i in range(64)], h=32, heads=8))
-    check(call([500] * 200, h=32, heads=8))
+        check(call((length,), h=32, heads=8, codes=codes))
+    check(call([1 + 37 * i for i in range(64)], h=32, heads=8, codes=codes))
+    check(call([500] * 200, h=32, heads=8, codes=codes))
 
 
-def test_options():
+@pytest.mark.parametrize("codes", [0, 2])
+def test_options(codes):
     for window, sinks, softcap in itertools.product((None, 1, 128, 1000), (False, True), (None, 2.0)):
-        check(call((1, 0, 130, 2000), 16, 16, 2, 64, window=window, sinks=sinks, softcap=softcap))
+        check(call((1, 0, 130, 2000), 16, 16, 2, 64, window=window, sinks=sinks, softcap=softcap, codes=codes))
+
+
+def test_what_e4m3_cannot_hold():
+    c = call((300, 300), h=8, heads=2, codes=2)
+    c.key[0, 0, 3], c.value[1, 0, 7] = 60_000.0, -60_000.0
+    check(c)
+    c.value[1, 1, 9] = NAN
+    cuda.launch(c)
+    assert c.out[1, 4:, 9].isnan().all() and int(c.out.isnan().sum()) == 4
+
+
+def test_vllm_stores_the_same_codes():
+    """Where vLLM is there: its own append."""
+    ops = pytest.importorskip("vllm._custom_ops")
+    c = call((300, 17, 5), h=8, heads=2, codes=1)
+    theirs = fresh(c)
+    keys, values = theirs.keys.view(torch.uint8), theirs.values.view(torch.uint8)
+    ops.reshape_and_cache_flash(c.key, c.value, keys, values, c.slots, "fp8", c.key_scale, c.value_scale)
+    cuda.launch(c)
+    assert same(c.keys, theirs.keys) and same(c.values, theirs.values)
 
 
 def test_rows_of_one_product():
@@ -93,9 +126,10 @@ def test_nan_stays_in_its_sequence_and_head():
     assert got[0, 4:, 5].isnan().all() and not got[0, :4].isnan().any() and not got[1].isnan().any()
 
 
-def test_a_thousand_replays():
+@pytest.mark.parametrize("codes", [0, 1])
+def test_a_thousand_replays(codes):
     """The same bits, with lengths that a graph did not know when it was captured."""
-    c = call((700, 64, 3), h=32, heads=8, early=True)
+    c = call((700, 64, 3), h=32, heads=8, early=True, codes=codes)
     short = torch.tensor([40, 64, 1], dtype=torch.int32, device=DEVICE)
     stream = torch.cuda.Stream()
     c.slots.fill_(-1)

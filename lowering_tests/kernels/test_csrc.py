@@ -25,7 +25,9 @@ ARRIVAL = r"\bATOMG\.E\.ADD(?:\.S32)?\.STRONG\.GPU\b"
 ARRIVAL_UNREAD = r"\bREDG\.E\.ADD(?:\.S32)?\.STRONG\.GPU\b"
 CHAIN = "gemm/linear_chain.cu"
 ATTENTION = "attention/cached_attention.cu"
-CLUSTERS = ("attention/paged_attention.cu", "attention/step_attention.cu", "attention/step_attention_codes.cu")
+CLUSTERS = (
+    "attention/paged_attention.cu", "attention/paged_attention_fp8.cu", "attention/step_attention.cu", "attention/step_attention_codes.cu",
+)  # fmt: skip
 COPY = r"LDGSTS\.E\.BYPASS\S*128"
 # per source: instructions that must be there, and how many kernels an architecture has: dtypes x tiles of 8, 16 and 32 tokens, of any K
 SOURCES = {
@@ -95,6 +97,7 @@ SOURCES = {
     ),
     # dtypes x heads of 64 and 128 x 8 rows by few warps or by many, or 16 rows
     "attention/paged_attention.cu": ((r"HMMA\.16816\.F32\.BF16", r"HMMA\.16816\.F32\s", r"UTMALDG\.4D", "UCGABAR_ARV"), lambda arch, *finish: 2 * 2 * 3),
+    "attention/paged_attention_fp8.cu": ((r"HMMA\.16816\.F32\s", r"F2FP\.F16\.E4M3", r"UTMALDG\.4D", "UCGABAR_ARV"), lambda arch, *finish: 2 * 2 * 3),
     # dtypes x widths x 8 rows by few warps or by many, or 16 rows; and formats
     "attention/step_attention.cu": ((r"HMMA\.16816\.F32\.BF16", r"HMMA\.16816\.F32\s", "UBLKCP", "UCGABAR_ARV"), lambda arch, *finish: 2 * 2 * 3),
     "attention/step_attention_codes.cu": ((r"HMMA\.16816\.F32\s", r"IMMA\.16832\.S8\.S8", "UBLKCP", "UCGABAR_ARV"), lambda arch, *finish: 2 * 2 * 3 * 2),
@@ -145,6 +148,7 @@ MOE_TILES = (
 MOE_FP8_TILES = ("TILE(96, 6, 8, 64, 80)", "TILE(128, 4, 8, 64, 80, 96)", "TILE(192, 3, 6, 96, 128, 144, 160)")
 MOE_FP8_FORMS = """mapped ? run<UP, true, W_STAGES, X_STAGES, SIZES>(l, space, stream)
                 : run<UP, false, W_STAGES, X_STAGES, SIZES>(l, space, stream)"""
+NO_PAGES_OF_64 = "c.D == 64 ? by_rows<T, KIND, 64>(c) : "
 NO_64 = "p.D == 64 ? by_rows<T, KEYS, VALUES, 64>(p) : "
 NO_FP8 = "call->format == 0 ? by_shape<T, kFP8, kFP8>(*call) : "
 BY_ROWS = "few ? run<Form<T, KEYS, VALUES, d, 8>>(p) : run<Form<T, KEYS, VALUES, d, 16>>(p)"
@@ -193,7 +197,8 @@ LEFT_OUT = {
     (ATTENTION, 90): ({"SHAPE(64) ": "", " SHAPE(256)": "", BY_ROWS: "run<Form<T, KEYS, VALUES, d, KEYS == kNVFP4 ? 16 : 8>>(p)"}, lambda arch, *finish: 3),
     # takes the branches of sm_90
     (ATTENTION, 120): ({"SHAPE(64) ": "", " SHAPE(256)": "", BY_ROWS: "run<Form<T, KEYS, VALUES, d, 8>>(p)", NO_FP8: ""}, lambda arch, *finish: 2),
-    "attention/paged_attention.cu": (("c.D == 64 ? by_rows<T, 64>(c) : ",), lambda arch, *finish: 3),
+    "attention/paged_attention.cu": ((NO_PAGES_OF_64,), lambda arch, *finish: 3),
+    "attention/paged_attention_fp8.cu": ((NO_PAGES_OF_64,), lambda arch, *finish: 3),
     "attention/step_attention.cu": ((NO_64,), lambda arch, *finish: 3),
     "attention/step_attention_codes.cu": ({NO_64: "", "run_slots<Many>(p, blocks_of<Many, Slots<Many>>(p))": NOTHING}, lambda arch, *finish: 2 * 2),
 }
@@ -370,7 +375,7 @@ def test_a_kernel_is_built_only_where_a_row_names_it():
         name for name in csrc.LIBRARIES if name.startswith(("linear_chain", "linear_table", "sparse_linear_table", "linear_wide", "sparse_linear_wide", "moe"))
     }
     assert {arch: set(csrc.LIBRARIES) - set(csrc.kernels_for(arch)) for arch in (80, 90, 100, 120, 121)} == {
-        80: {*hopper, "linear_w4a4", "paged_attention", "step_attention", "step_attention_codes"},
+        80: {*hopper, "linear_w4a4", "paged_attention", "paged_attention_fp8", "step_attention", "step_attention_codes"},
         90: {"linear_w4a4"},
         100: {*hopper, "linear_w4a4"},
         120: hopper,

@@ -1,4 +1,4 @@
-"""fp4.paged_attention without a GPU: csrc/attention/paged_attention.cu on a CPU and torch's operators against float64, which calls the kernel serves."""
+"""fp4.paged_attention without a GPU: csrc/attention/pages.cuh on a CPU and torch's operators against float64, which calls the kernels serve."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fp4_inductor.ops.paged_attention import PagedCall
 from lowering_tests.kernels.emulator import EmulatorError, compiler, emulated
 
 CPU = torch.device("cpu")
-F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+F16, BF16, F32, F8 = torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn
 EARLY = ("table", "lengths", "slots", "keys", "values")  # read before the PDL wait of a call that is early
 needs_emulator = pytest.mark.skipif(compiler() is None, reason="needs g++")
 
@@ -32,8 +32,10 @@ def fresh(c: PagedCall) -> PagedCall:
 
 
 def run(c: PagedCall, tile: tuple[int, int] = (0, 0), arch: int = 90, constants: tuple[str, ...] = ()) -> torch.Tensor:
-    kernel = emulated(cuda.LIBRARY.source, arch)
-    return kernel.run(params.PagedParams, cuda.fields(c, tile), c.out, changed=[c.keys, c.values], constants=constants)
+    """Scales are weights, which no kernel of a step writes."""
+    kernel = emulated((cuda.LIBRARY_OF_FP8 if cuda.is_in_codes(c) else cuda.LIBRARY).source, arch)
+    scales = ("key_scale", "value_scale") if cuda.is_in_codes(c) else ()
+    return kernel.run(params.PagedParams, cuda.fields(c, tile), c.out, changed=[c.keys, c.values], constants=(*constants, *scales))
 
 
 def distance(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -41,12 +43,14 @@ def distance(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.dtype == F8:
+        return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
     return torch.equal(a.nan_to_num(9.0), b.nan_to_num(9.0))
 
 
 def check(c: PagedCall, tile: tuple[int, int] = (0, 0), **how) -> torch.Tensor:
     """Against float64: the result, and exactly what was written. Twice: the same bits."""
-    assert not cuda.paged_form(c)
+    assert cuda.paged_form(c) == (("a cache in fp8",) if cuda.is_in_codes(c) else ())
     ours, again, theirs = fresh(c), fresh(c), fresh(c)
     contract.CONTRACT.reference(*theirs)
     got = run(ours, tile, **how)
@@ -71,6 +75,39 @@ def test_lengths(tile):
 def test_shapes(arch, d, group):
     for dtype in (F16, BF16):
         check(contract.call(CPU, (70, 3), 16, 2 * group, 2, d, dtype, scale=0.3), (2, 4), arch=arch)
+
+
+@needs_emulator
+@pytest.mark.parametrize("tile", [(0, 0), (1, 3), (2, 7), (7, 3), (16, 7)])
+def test_lengths_in_fp8(tile):
+    for lengths, page in (((1, 40, 17, 0), 16), ((15, 16, 33, 32), 32), ((95, 96, 97, 340), 48)):
+        check(contract.call(CPU, lengths, page, 8, 2, 64, BF16, codes=1), tile)
+    check(contract.call(CPU, (1200,), 16, 4, 1, 64, F16, codes=1), tile)
+
+
+@needs_emulator
+@pytest.mark.parametrize("arch", [90, 120])
+@pytest.mark.parametrize(("d", "group"), [(64, 1), (64, 11), (128, 4), (128, 16)])
+def test_shapes_in_fp8(arch, d, group):
+    """A scale of all tokens, and one of each KV head."""
+    for dtype, codes in ((F16, 2), (BF16, 1)):
+        check(contract.call(CPU, (70, 3), 16, 2 * group, 2, d, dtype, scale=0.3, codes=codes, window=40), (2, 7), arch=arch)
+    check(contract.call(CPU, (70, 3), 16, 2 * group, 2, d, BF16, softcap=1.5, sinks=True, codes=2), (1, 3), arch=arch)
+
+
+@needs_emulator
+def test_what_e4m3_cannot_hold():
+    """A new token beyond the range is the largest number, NaN and Inf among old ones stay where they are; heads of other scales."""
+    c = contract.call(CPU, (70, 40), 16, 4, 2, 64, F16, codes=2)
+    c.key_scale.copy_(torch.tensor([0.5, 1e-4])), c.value_scale.copy_(torch.tensor([1e-4, 2.0]))
+    c.key[0, 0, 3], c.value[1, 0, 7] = 60_000.0, -60_000.0
+    check(c)
+    c.keys[c.table[0, 1].long(), 3, 1, 5] = float("nan")
+    got = run(fresh(c), (2, 7))
+    assert got[0, 2:].isnan().all() and not got[0, :2].isnan().any() and not got[1].isnan().any()
+    c.value[1, 1, 9] = float("nan")
+    got = run(fresh(c), (2, 7))
+    assert got[1, 2:, 9].isnan().all() and not got[1, :2].isnan().any() and int(got[1].isnan().sum()) == 2
 
 
 @needs_emulator
@@ -125,8 +162,8 @@ def test_nan_stays_in_its_sequence_and_head():
 def test_early():
     """Reads before its PDL wait only what no kernel of a step writes; a call that is not early waits first."""
     for tile in ((1, 3), (2, 4)):
-        for window in (None, 20):
-            check(contract.call(CPU, (1, 40, 0), 16, 4, 2, 64, F16, window=window, early=True), tile, constants=EARLY)
+        for window, codes in ((None, 0), (20, 0), (20, 1)):
+            check(contract.call(CPU, (1, 40, 0), 16, 4, 2, 64, F16, window=window, early=True, codes=codes), tile, constants=EARLY)
     c = contract.call(CPU, (40,), 16, 4, 2, 64, F16)
     run(fresh(c))
     with pytest.raises(EmulatorError, match="before the previous kernel has finished"):
@@ -139,10 +176,14 @@ def test_refused_by_the_library():
     for tile in ((-1, 0), (17, 0), (0, -1)):
         with pytest.raises(EmulatorError, match="status 1"):
             run(c, tile)
-    for wrong in (dict(D=96), dict(page_size=8), dict(kv_heads=3), dict(window=-1), dict(pages=0), dict(cache_pages=0)):
+    for wrong in (dict(D=96), dict(page_size=8), dict(kv_heads=3), dict(window=-1), dict(pages=0), dict(cache_pages=0), dict(format=0)):
         kernel = emulated(cuda.LIBRARY.source, 90)
         with pytest.raises(EmulatorError, match="status 1"):
             kernel.run(params.PagedParams, cuda.fields(c) | wrong, c.out)
+    c = contract.call(CPU, (20,), 16, 4, 2, 64, F16, codes=1)
+    for wrong in (dict(format=-1), dict(key_scale=None), dict(value_scale=None)):
+        with pytest.raises(EmulatorError, match="status 1"):
+            emulated(cuda.LIBRARY_OF_FP8.source, 90).run(params.PagedParams, cuda.fields(c) | wrong, c.out)
 
 
 # What cudaOccupancyMaxActiveClusters says of an H200 for clusters of 0 to 16 blocks: of one block on a multiprocessor, and of two.
@@ -176,6 +217,10 @@ def test_a_launch_that_is_refused(monkeypatch):
     with pytest.raises(KernelError, match=r"fp4_paged_attention was not launched; got cudaError 1 for query \(2, 4, 64\).*\{\"paged_attention\": 0\}"):
         cuda.launch(c)
     assert seen == [("paged_attention", "fp4_paged_attention", c.out.data_ptr(), 2)] * 2
+    coded = contract.call(CPU, (20, 33), 16, 4, 2, 64, F16, codes=2)
+    with pytest.raises(KernelError, match="fp4_paged_attention_fp8 was not launched"):
+        cuda.launch(coded)
+    assert seen[-1] == ("paged_attention_fp8", "fp4_paged_attention_fp8", coded.out.data_ptr(), 2)
 
 
 def test_by_torch():
@@ -198,6 +243,8 @@ def test_which_calls_the_kernel_serves():
     assert kernel(c) == kernel(c, 100) == kernel(c, 120) == cuda.NAME
     assert kernel(c, 80) == kernel(c, 89) == kernel(c, 0) == "gather + attention"
     assert kernel(c, thresholds={"paged_attention": 0}) == "gather + attention"
+    coded = contract.call(CPU, (20,), 16, 4, 2, 64, BF16, codes=1)
+    assert kernel(coded) == kernel(coded, 120) == cuda.NAME_OF_FP8 and kernel(coded, 89) == "gather + attention"
     for other in (
         contract.call(CPU, (20,), 16, 4, 2, 80, BF16), contract.call(CPU, (20,), 16, 4, 2, 64, F32), contract.call(CPU, (20,), 24, 4, 2, 64, BF16),
         contract.call(CPU, (20,), 16, 34, 2, 64, BF16), c._replace(keys=c.keys.transpose(2, 3).contiguous().transpose(2, 3)),
@@ -213,9 +260,17 @@ def test_errors():
         (DTypeError, dict(query=c.query.half())), (DTypeError, dict(lengths=c.lengths.long())), (DTypeError, dict(table=c.table.long())),
         (ShapeError, dict(key=c.key[:, :1])), (ShapeError, dict(table=c.table[:1])), (ShapeError, dict(lengths=c.lengths[:1])),
         (ShapeError, dict(out=c.out[:, :2])), (ShapeError, dict(keys=c.keys[..., :32], values=c.values[..., :32])), (ConfigError, dict(window=0)),
-        (ConfigError, dict(softcap=-1.0)), (ShapeError, dict(sinks=torch.zeros(3))),
+        (ConfigError, dict(softcap=-1.0)), (ShapeError, dict(sinks=torch.zeros(3))), (DTypeError, dict(key_scale=torch.ones(1))),
+        (DTypeError, dict(keys=c.keys.to(F8))), (DTypeError, dict(keys=c.keys.to(F8), values=c.values.to(F8), key_scale=torch.ones(1))),
     ):  # fmt: skip
         before = c.keys.clone()
         with pytest.raises(error, match=r"fp4.paged_attention"):
             op(*c._replace(**wrong))
         assert same(c.keys, before)
+    coded = contract.call(CPU, (20, 3), 16, 4, 2, 64, BF16, codes=2)
+    for error, wrong in (
+        (DTypeError, dict(key_scale=coded.key_scale.half())), (DTypeError, dict(key_scale=None)), (ShapeError, dict(key_scale=torch.ones(1))),
+        (ShapeError, dict(key_scale=torch.ones(3), value_scale=torch.ones(3))), (ShapeError, dict(key_scale=torch.ones(1, 2), value_scale=torch.ones(1, 2))),
+    ):  # fmt: skip
+        with pytest.raises(error, match=r"scales of the cache"):
+            op(*coded._replace(**wrong))

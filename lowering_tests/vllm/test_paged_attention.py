@@ -19,9 +19,9 @@ B, H, KV, D = 3, 8, 2, 64
 def layer(monkeypatch):
     """As vLLM makes one, without its kernels, which a CPU lacks."""
     monkeypatch.setattr(attention, "_device", lambda: torch.device("cpu"))
-    monkeypatch.setattr(attention.host, "processors", lambda device: 132)
     made = object.__new__(Attention)
     plain = dict(num_heads=H, num_kv_heads=KV, head_size=D, scale=0.2, alibi_slopes=None, sliding_window=(-1, -1), kv_cache_dtype="auto", logits_soft_cap=0)
+    plain |= dict(rounds_queries=False)
     rest = dict(kv_sharing_target_layer_name=None, attn_type="decoder", sinks=None, dcp_world_size=1, batch_invariant_enabled=False, dtype=torch.bfloat16)
     vars(made).update(plain, **rest, compilation=SimpleNamespace())
     return made
@@ -79,20 +79,65 @@ def test_all_else_is_flash_attention(layer, step, flash, monkeypatch, change):
     assert flash == (["forward"] if scales else ["append", "forward"])
 
 
-def test_many_sequences_are_flash_attentions(layer, step, flash, monkeypatch):
-    """More KV heads of sequences than begin at once: append and attention alike."""
-    layer.why_not = ""
-    monkeypatch.setattr(attention.host, "processors", lambda device: 1)
-    given, _ = step
+@pytest.fixture
+def coded(layer):
+    """A layer over a cache in FP8 that the kernel serves, (query, key, value, KV cache, metadata) of a step, and the call that it is."""
+    layer.kv_cache_dtype, layer.why_not, layer.rounds_queries, layer.supports_quant_query_input = "fp8", "", True, False
+    c = contract.call(torch.device("cpu"), (20, 33, 1), 16, H, KV, D, torch.bfloat16, scale=0.2, codes=KV)
+    metadata = SimpleNamespace(
+        num_actual_tokens=B, max_query_len=1, use_cascade=False, causal=True, seq_lens=c.lengths, block_table=c.table, slot_mapping=c.slots
+    )  # fmt: skip
+    cache = torch.stack([c.keys.view(torch.uint8), c.values.view(torch.uint8)])  # as vLLM has it
+    return layer, (c.query, c.key, c.value, cache, metadata), c
+
+
+def test_one_token_each_over_codes(coded, flash, monkeypatch):
+    layer, given, c = coded
+    out = torch.empty(B, H * D, dtype=torch.bfloat16)
     appended(layer, monkeypatch, given)
-    layer.forward(None, *given, torch.empty(B, H * D))
-    assert flash == ["append", "forward"]
+    layer.forward(SimpleNamespace(_k_scale=c.key_scale, _v_scale=c.value_scale), *given, out)
+    contract.CONTRACT.reference(*c)
+    assert torch.equal(out, c.out.flatten(1)) and not flash
+    assert torch.equal(given[3], torch.stack([c.keys.view(torch.uint8), c.values.view(torch.uint8)]))
+
+
+@pytest.mark.parametrize("scale", [torch.tensor(0.5), torch.tensor([0.5, 2.0])])
+def test_queries_are_rounded_for_flash_attention(coded, monkeypatch, scale):
+    """Of a prompt, over a cache in FP8: by vLLM's own function, and FlashAttention is told that they have a scale."""
+    layer, (query, *rest, metadata), _ = coded
+    seen = []
+    rounding = dict(scaled_fp8_quant=lambda x, scale: seen.append((tuple(x.shape), tuple(scale.shape))) or (x.to(torch.float8_e4m3fn), scale))
+    for name, call in rounding.items():
+        monkeypatch.setattr(engine, name, call, raising=False)
+    monkeypatch.setattr(engine.FlashAttentionImpl, "forward", lambda self, layer, query, *_: seen.append((query.dtype, self.supports_quant_query_input)))
+    prompt = SimpleNamespace(**vars(metadata) | dict(max_query_len=2))
+    layer.forward(SimpleNamespace(_q_scale=scale), query, *rest, prompt, torch.empty(B, H * D))
+    layer.forward(SimpleNamespace(_q_scale=scale), query, *rest, None, torch.empty(B, H * D))  # the run that measures memory
+    assert seen == [((B, H * D), (1, 2) if scale.dim() else ()), (torch.float8_e4m3fn, True), (torch.bfloat16, False)]
+    assert layer.supports_quant_query_input is False
+
+
+@pytest.mark.parametrize(("cache", "version", "rounds"), [("fp8", "0.22.1", True), ("auto", "0.22.1", False), ("fp8", "0.32.0", False)])
+def test_who_rounds_queries(layer, monkeypatch, cache, version, rounds):
+    """vLLM, but for layers over codes whose decode steps the kernel serves."""
+    monkeypatch.setattr(engine, "version", lambda: version)
+    theirs = vars(layer) | dict(kv_cache_dtype=cache, supports_quant_query_input=True)
+    monkeypatch.setattr(engine.FlashAttentionImpl, "__init__", lambda self: vars(self).update(theirs))
+    config = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.bfloat16), compilation_config=SimpleNamespace())
+    monkeypatch.setattr(attention, "get_current_vllm_config_or_none", lambda: config)
+    monkeypatch.setattr(attention.select, "compile_ahead", lambda calls: None)
+    monkeypatch.setattr(attention.select, "describe", lambda *args, form=(): attention._call(made, 90))
+    made = object.__new__(Attention)
+    vars(made).update(vars(layer) | dict(kv_cache_dtype=cache))
+    made.__init__()
+    assert (made.rounds_queries, made.supports_quant_query_input) == (rounds, not rounds)
+    assert made.why_not == ("" if version == "0.22.1" else "vLLM 0.32.0, with which it has not run")
 
 
 def test_layers_that_are_not_served(layer, flash, step, monkeypatch):
     monkeypatch.setattr(engine, "version", lambda: engine.ATTENTION_VERSIONS[0])
     for change, told in (
-        (dict(head_size=80), "heads of width 80"), (dict(num_heads=34), "17 heads that share"), (dict(kv_cache_dtype="fp8"), 'a KV cache in "fp8"'),
+        (dict(head_size=80), "heads of width 80"), (dict(num_heads=34), "17 heads that share"), (dict(kv_cache_dtype="fp8_e5m2"), 'a KV cache in "fp8_e5m2"'),
         (dict(alibi_slopes=torch.ones(H)), "ALiBi"), (dict(attn_type="encoder_only"), "not a decoder's"), (dict(dcp_world_size=2), "that ranks share"),
         (dict(kv_sharing_target_layer_name="layers.0"), "another layer's cache"), (dict(batch_invariant_enabled=True), "VLLM_BATCH_INVARIANT"),
     ):  # fmt: skip
@@ -128,14 +173,16 @@ def test_the_schedule_is_left_out_where_nobody_reads_it(layer, monkeypatch):
     monkeypatch.setattr(engine.FlashAttentionMetadataBuilder, "build", lambda self, prefix, common, fast: built.append(fast))
     layer.why_not = ""
     theirs = SimpleNamespace(impl=object.__new__(engine.FlashAttentionImpl))
-    for impls, prefix, queries, rows, fast in (
-        ("a", 0, 1, 3, True), ("a", 0, 2, 3, False), ("a", 16, 1, 3, False), ("ab", 0, 1, 3, False), ("a", 0, 1, 198, True), ("a", 0, 1, 199, False)
+    other = object.__new__(Attention)
+    other.why_not = "a reason"
+    for impls, prefix, queries, fast in (
+        ("a", 0, 1, True), ("a", 0, 2, False), ("a", 16, 1, False), ("ab", 0, 1, False), ("ac", 0, 1, False),
     ):  # fmt: skip
         builder = object.__new__(Builder)
         builder.layer_names = list(impls)
-        context = dict(a=SimpleNamespace(impl=layer), b=theirs)
+        context = dict(a=SimpleNamespace(impl=layer), b=theirs, c=SimpleNamespace(impl=other))
         builder.vllm_config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=context))
-        builder.build(prefix, SimpleNamespace(max_query_len=queries, num_reqs=rows))
+        builder.build(prefix, SimpleNamespace(max_query_len=queries, num_reqs=3))
         assert built.pop() == fast
 
 

@@ -5,6 +5,9 @@ of a step has one token. They stand in the place of vLLM's from the first layer 
 
 A step of one token each is one also under a CUDA graph: vLLM captures such steps on their own (``UNIFORM_BATCH``). It does not where a backend says that its
 graphs serve any mixture of prompts and decodes, which FlashAttention 3 says, and which this one cannot.
+
+Over a cache in FP8, FlashAttention takes queries in FP8, too, which vLLM rounds for every step. This kernel multiplies them as they are, so they are rounded
+here, and only for the steps that are FlashAttention's.
 """
 
 from __future__ import annotations
@@ -16,15 +19,17 @@ import torch
 from torch import Tensor
 
 from ...config import dispatch_config
-from ...kernels import host, select
+from ...kernels import select
+from ...kernels.asked import cache_in
 from ...kernels.kernel import Call
-from ...kernels.paged_attention.cuda import MOST_ROWS, NAME, TOKENS, WIDTHS
+from ...kernels.paged_attention.cuda import MOST_ROWS, NAME, NAME_OF_FP8, TOKENS, WIDTHS
+from ...ops.paged_attention import CODES
 from . import engine
 from .engine import AttentionCGSupport, FlashAttentionBackend, FlashAttentionImpl, FlashAttentionMetadataBuilder, get_current_vllm_config_or_none
 from .log import say_once
 
 _HALF = (torch.bfloat16, torch.float16)
-_A_PROCESSOR = 3  # KV heads of sequences, at most, whose attention the kernel begins at once
+_FP8 = ("fp8", "fp8_e4m3")  # vLLM's names of a cache in E4M3, whose tensor is in bytes
 
 
 def _is_ours(vllm_config: Any) -> bool:
@@ -54,37 +59,35 @@ class Builder(FlashAttentionMetadataBuilder):
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         """Without FlashAttention 3's schedule where every layer attends by ``fp4.paged_attention``: making it costs each step launches and time of the host."""
         one_each = common_attn_metadata.max_query_len == 1 and not common_prefix_len
-        return super().build(common_prefix_len, common_attn_metadata, fast_build or (one_each and self._all_take(common_attn_metadata.num_reqs)))
-
-    def _all_take(self, rows: int) -> bool:
-        return all(isinstance(impl, Attention) and impl.takes(rows) for impl in self._layers)
+        return super().build(common_prefix_len, common_attn_metadata, fast_build or (one_each and self._are_all_served))
 
     @functools.cached_property
-    def _layers(self) -> list[Any]:
+    def _are_all_served(self) -> bool:
         layers = self.vllm_config.compilation_config.static_forward_context
-        return [getattr(layers.get(name), "impl", None) for name in self.layer_names]
+        impls = [getattr(layers.get(name), "impl", None) for name in self.layer_names]
+        return all(isinstance(impl, Attention) and not impl.why_not for impl in impls)
 
 
 class Attention(FlashAttentionImpl):
     """One layer's."""
+
+    supports_quant_query_input: bool
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         vllm_config = get_current_vllm_config_or_none()
         self.dtype, self.compilation = vllm_config.model_config.dtype, vllm_config.compilation_config
         select.compile_ahead([_call(self, select.arch_of(_device()))])  # while weights are loaded
+        # vLLM asks the second of these for whether it is to round queries.
+        self.rounds_queries = self.supports_quant_query_input and self.kv_cache_dtype in _FP8 and not self.why_not
+        self.supports_quant_query_input &= not self.rounds_queries
 
     def serves(self, metadata: Any, kv_cache: Tensor) -> bool:
         """Is this a step of one token each that the kernel serves? The same answer to the append and to the attention of a layer."""
         if metadata is None or metadata.max_query_len != 1 or metadata.use_cascade or not getattr(metadata, "causal", True):
             return False
-        return self.takes(_rows(metadata)) and kv_cache.dtype in _HALF and kv_cache.shape[2] % TOKENS == 0
-
-    def takes(self, rows: int) -> bool:
-        """Does the kernel serve a step of so many sequences? FlashAttention is ahead where bytes of the cache are all that counts: 64 sequences of 4,096 tokens
-        (8 KV heads of 128) took 365 us on an H100, 404 by the kernel of 2026-11-26; 32 of 520 take 39 and 34.
-        """
-        return not self.why_not and rows * self.num_kv_heads <= _A_PROCESSOR * host.processors(_device())
+        is_known = kv_cache.dtype in ((torch.uint8, CODES) if self.kv_cache_dtype in _FP8 else _HALF)
+        return not self.why_not and is_known and kv_cache.shape[2] % TOKENS == 0
 
     @functools.cached_property
     def why_not(self) -> str:
@@ -103,17 +106,29 @@ class Attention(FlashAttentionImpl):
     ) -> Tensor:
         asked = any(s is not None for s in (*scales, *options.values()))  # a rounded result
         if asked or output is None or not self.serves(attn_metadata, kv_cache):
-            return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales, **options)
+            return self._flash_attention(layer, query, key, value, kv_cache, attn_metadata, output, *scales, **options)
         rows = _rows(attn_metadata)
-        keys, values = kv_cache.unbind(0)
+        keys, values = (kv_cache.view(CODES) if self.kv_cache_dtype in _FP8 else kv_cache).unbind(0)
+        of_codes = (layer._k_scale, layer._v_scale) if self.kv_cache_dtype in _FP8 else (None, None)
         window, softcap = self.sliding_window[0] + 1, self.logits_soft_cap
         # No kernel of a step writes the cache, the table or the lengths but attention itself, and the one before it has ended: what lies between waits for it.
         torch.ops.fp4.paged_attention(
             query[:rows], key[:rows], value[:rows], keys, values, attn_metadata.block_table[:rows], attn_metadata.seq_lens[:rows],
             attn_metadata.slot_mapping[:rows], output.view(-1, self.num_heads, self.head_size)[:rows], self.scale, window or None, softcap or None,
-            self.sinks, True,
+            self.sinks, True, *of_codes,
         )  # fmt: skip
         return output
+
+    def _flash_attention(self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, metadata: Any, *rest: Any, **options: Any) -> Tensor:
+        if not self.rounds_queries or metadata is None:
+            return super().forward(layer, query, key, value, kv_cache, metadata, *rest, **options)
+        scale = layer._q_scale if layer._q_scale.numel() == 1 else layer._q_scale.view(1, -1)  # one of all, or one of each KV head
+        rounded = engine.scaled_fp8_quant(query.flatten(1).contiguous(), scale)[0].view(query.shape)
+        self.supports_quant_query_input = True  # FlashAttention reads it as "the query has a scale"
+        try:
+            return super().forward(layer, rounded, key, value, kv_cache, metadata, *rest, **options)
+        finally:
+            self.supports_quant_query_input = False
 
 
 def _rows(metadata: Any) -> int:
@@ -127,7 +142,7 @@ def _why_not(layer: Any) -> str:
         f"vLLM {engine.version()}, with which it has not run": engine.version() not in engine.ATTENTION_VERSIONS,
         f"heads of width {layer.head_size}, not {' or '.join(map(str, WIDTHS))}": layer.head_size not in WIDTHS,
         f"{group} heads that share a KV head, more than {MOST_ROWS}": group > MOST_ROWS,
-        f'a KV cache in "{layer.kv_cache_dtype}"': layer.kv_cache_dtype not in ("auto", "bfloat16", "float16"),
+        f'a KV cache in "{layer.kv_cache_dtype}"': layer.kv_cache_dtype not in ("auto", "bfloat16", "float16", *_FP8),
         "ALiBi": layer.alibi_slopes is not None,
         "attention that is not a decoder's": str(getattr(layer.attn_type, "value", layer.attn_type)) != "decoder",
         "a layer that reads another layer's cache": layer.kv_sharing_target_layer_name is not None,
@@ -137,15 +152,19 @@ def _why_not(layer: Any) -> str:
     reason = next((what for what, is_asked in asked.items() if is_asked), "")
     if reason:
         return reason
-    call = select.describe("paged_attention", _device(), layer.dtype, layer.num_heads, layer.head_size)
-    plan = select.plan(call, dispatch_config())
-    if plan.pick(group).kernel == NAME:
+    call = select.describe("paged_attention", _device(), layer.dtype, layer.num_heads, layer.head_size, form=_form(layer))
+    plan, name = select.plan(call, dispatch_config()), NAME_OF_FP8 if _form(layer) else NAME
+    if plan.pick(group).kernel == name:
         return ""
-    return next(refused.reason for refused in plan.refused if refused.kernel.name == NAME)
+    return next(refused.reason for refused in plan.refused if refused.kernel.name == name)
 
 
 def _call(layer: Any, arch: int) -> Call:
-    return Call("paged_attention", arch, layer.dtype, layer.num_heads, layer.head_size, triton=select.triton_version())
+    return Call("paged_attention", arch, layer.dtype, layer.num_heads, layer.head_size, triton=select.triton_version(), form=_form(layer))
+
+
+def _form(layer: Any) -> tuple[str, ...]:
+    return (cache_in("fp8"),) if layer.kv_cache_dtype in _FP8 else ()
 
 
 def _device() -> torch.device:

@@ -58,6 +58,7 @@ _WHERE = {
     "FlashAttentionBackend": "vllm.v1.attention.backends.flash_attn",
     "FlashAttentionImpl": "vllm.v1.attention.backends.flash_attn",
     "FlashAttentionMetadataBuilder": "vllm.v1.attention.backends.flash_attn",
+    "scaled_fp8_quant": "vllm._custom_ops",
     "get_attention_context": "vllm.model_executor.layers.attention.attention",
     "register_backend": "vllm.v1.attention.backends.registry",
     "get_tp_group": "vllm.distributed.parallel_state",

@@ -16,7 +16,7 @@ from .. import host, params
 from ..asked import NO_COUNTERS, cache_in
 from ..forms import Launches, Library
 from ..kernel import COMPILED, MEASURED_H100, Kernel, On
-from ..paged_attention.cuda import OWN, Tile, readable
+from ..paged_attention.cuda import NOT_ROUNDED, OWN, Tile, readable
 from .cuda import ALONE, cache_fields, call_fields
 from .step import Arguments, arguments
 
@@ -25,7 +25,6 @@ LIBRARY_OF_CODES = Library("attention/step_attention_codes.cu", finish=None)
 NAME, NAME_OF_CODES = "cuda_step_attention", "cuda_step_attention_codes"
 WIDTHS = (64, 128)  # that the source compiles
 FORMATS = ("fp8", "k8v4")
-NOT_ROUNDED = -1  # as AttentionParams has it
 
 
 def fields(c: CachedCall, a: Arguments, tile: Tile = OWN) -> dict[str, Any]:

@@ -87,7 +87,8 @@ ONE_LAUNCH = ("cuda_step_attention", "cuda_step_attention_codes", "triton_cached
 
 
 def paged_attention(call, can):
-    yield None, "cuda_paged_attention" if can("cuda_paged_attention") else "gather + attention"
+    one_launch = ("cuda_paged_attention", "cuda_paged_attention_fp8")
+    yield None, next((name for name in one_launch if can(name)), "gather + attention")
 
 
 def router(call, can):

@@ -1,4 +1,6 @@
-"""cuda_paged_attention: one launch for one new token of each sequence over a paged cache. Source: ``csrc/attention/paged_attention.cu``.
+"""cuda_paged_attention, and cuda_paged_attention_fp8: one launch for one new token of each sequence over a paged cache. Source: ``csrc/attention/pages.cuh``.
+
+The first takes caches in the dtype of the query, the second those in E4M3, by libraries of their own.
 
 M of its problem is the heads that share a KV head, N heads, K the width of a head.
 """
@@ -13,14 +15,17 @@ from torch import Tensor
 
 from ...ops import paged_attention as contract
 from ...ops.decode_attention import scale_of
-from ...ops.paged_attention import PagedCall
+from ...ops.paged_attention import CODES, PagedCall
 from .. import host, params
+from ..asked import cache_in
 from ..forms import Launches, Library
 from ..kernel import COMPILED, MEASURED, Kernel, On
 
 LIBRARY = Library("attention/paged_attention.cu", finish=None)
-NAME = "cuda_paged_attention"
+LIBRARY_OF_FP8 = Library("attention/paged_attention_fp8.cu", finish=None)
+NAME, NAME_OF_FP8 = "cuda_paged_attention", "cuda_paged_attention_fp8"
 WIDTHS = (64, 128)  # that the source compiles
+NOT_ROUNDED = -1  # as PagedParams has it
 TOKENS = 16  # of a tile, which lies in one page
 _ALIGNED = 16
 MOST_ROWS = 16  # heads that share a KV head
@@ -29,10 +34,15 @@ Tile = tuple[int, int]  # blocks of a KV head of a sequence, up to 16; warps tha
 OWN: Tile = (0, 0)  # the kernel's choice
 
 
+def is_in_codes(c: PagedCall) -> bool:
+    return c.keys.dtype == CODES
+
+
 def paged_form(c: PagedCall) -> tuple[str, ...]:
-    """What a call asks for besides what the CUDA kernel serves. Reads shapes, strides and addresses only."""
+    """What a call asks for besides a cache in the dtype of the query that the CUDA kernel serves. Reads shapes, dtypes, strides and addresses only."""
     group = c.query.shape[1] // max(c.key.shape[1], 1)
     asked = {
+        cache_in("fp8"): is_in_codes(c),
         f"{group} heads that share a KV head, more than {MOST_ROWS}": group > MOST_ROWS,
         f"pages of {c.keys.shape[1]} tokens, no multiple of {TOKENS}": c.keys.shape[1] % TOKENS != 0,
         "rows whose channels are apart, or that begin at no multiple of 16 bytes": not all(map(is_readable, (c.query, c.key, c.value, c.keys, c.values))),
@@ -74,17 +84,18 @@ def fields(c: PagedCall, tile: Tile = OWN) -> dict[str, Any]:
     (batch, heads, d), (cache_pages, page, kv_heads, _) = query.shape, c.keys.shape
     tensors: dict[str, Tensor | None] = dict(
         query=query, key=key, value=value, keys=c.keys, values=c.values, table=c.table, lengths=c.lengths.contiguous(), slots=c.slots.contiguous(),
-        sinks=None if c.sinks is None else c.sinks.contiguous(),
+        sinks=None if c.sinks is None else c.sinks.contiguous(), key_scale=c.key_scale, value_scale=c.value_scale,
     )  # fmt: skip
     strides = dict(query_strides=query.stride()[:2], key_strides=key.stride()[:2], value_strides=value.stride()[:2], table_stride=c.table.stride(0))
     sizes = dict(batch=batch, heads=heads, kv_heads=kv_heads, D=d, page_size=page, pages=c.table.shape[1], window=c.window or 0, cache_pages=cache_pages)
+    format = dict(format=0 if is_in_codes(c) else NOT_ROUNDED, scale_stride=0 if c.key_scale is None else int(c.key_scale.numel() > 1))
     types = dict(dtype=params.FLOATS[query.dtype], sinks_type=params.FLOATS[torch.float32 if c.sinks is None else c.sinks.dtype], early=int(c.early))
     numbers = dict(scale=scale_of(query, c.scale) * _LOG2_E, softcap=(c.softcap or 0.0) * _LOG2_E, tile=tile)
-    return dict(keys_strides=c.keys.stride()[:3], values_strides=c.values.stride()[:3], **tensors, **strides, **sizes, **types, **numbers)
+    return dict(keys_strides=c.keys.stride()[:3], values_strides=c.values.stride()[:3], **tensors, **strides, **sizes, **format, **types, **numbers)
 
 
 def launch(c: PagedCall, tile: Tile = OWN) -> None:
-    """:func:`paged_form` of ``c`` is empty, and nothing of it is.
+    """:func:`paged_form` of ``c`` is empty, or says that the cache is in fp8, and nothing of ``c`` is empty.
 
     Raises:
         KernelError: the launch was refused.
@@ -92,14 +103,20 @@ def launch(c: PagedCall, tile: Tile = OWN) -> None:
     from .. import csrc  # which reads the list of kernels
 
     of = f"query {tuple(c.query.shape)} over {tuple(c.keys.shape)}"
-    csrc.launch(LIBRARY, params.PagedParams, fields(c, tile), c.out, host.arch(c.query.device), of)
+    csrc.launch(LIBRARY_OF_FP8 if is_in_codes(c) else LIBRARY, params.PagedParams, fields(c, tile), c.out, host.arch(c.query.device), of)
 
 
 _WHY = "one launch: new tokens are appended, and the parts of a sequence meet in a cluster's shared memory"
 _WHY_90 = "one launch, copies by a producer warp: 8 sequences of 8,192 tokens (8 KV heads of 128) take 71 us on an H200, their bytes 59; 520 of one 4.6"
+_WHY_FP8_90 = "as cuda_paged_attention, half of its bytes"
+_BATCH = (1, "the number of blocks follows the numbers of sequences and KV heads, not M")
 KERNELS = (
     Kernel(
-        "paged_attention", NAME, "paged_attention", (On(90, 90, MEASURED, _WHY_90), On(100, 129, COMPILED, _WHY)), only_k=WIDTHS, plain=True,
-        batch=(1, "the number of blocks follows the numbers of sequences and KV heads, not M"), form=Launches("paged_attention.cuda:launch", LIBRARY),
+        "paged_attention", NAME, "paged_attention", (On(90, 90, MEASURED, _WHY_90), On(100, 129, COMPILED, _WHY)), only_k=WIDTHS, plain=True, batch=_BATCH,
+        form=Launches("paged_attention.cuda:launch", LIBRARY),
+    ),
+    Kernel(
+        "paged_attention", NAME_OF_FP8, "paged_attention", (On(90, 90, MEASURED, _WHY_FP8_90), On(100, 129, COMPILED, _WHY)), only_k=WIDTHS,
+        forms=(cache_in("fp8"),), batch=_BATCH, form=Launches("paged_attention.cuda:launch", LIBRARY_OF_FP8),
     ),
 )  # fmt: skip
