@@ -4,6 +4,7 @@
     python benchmarks/on_gpus.py --list                                  # the engines, in the order in which they are measured
     python benchmarks/on_gpus.py --parts vllm --models 8b --parallel one,tp --budget 480
     python benchmarks/on_gpus.py --parts vllm --models 30b --parallel one,tp,ep --rows decode,64 --at-once
+    python benchmarks/on_gpus.py --parts vllm --models 8b --runner v2    # vLLM's second model runner, which has less to do on the host
     python benchmarks/on_gpus.py --parts vllm --models 70b --layers 20   # fewer layers: stands sooner, and its times say less
     python benchmarks/on_gpus.py --parts generate --models 8b --batches 1   # this package's generate(), torchrun, tp_plan="auto"
     python benchmarks/on_gpus.py --smoke                                 # tiny models on a CPU: what runs, not how fast
@@ -116,7 +117,7 @@ class Engines:
     """Engines of vLLM that start together."""
 
     def __init__(self, group: list[Case], args: argparse.Namespace, work: Path):
-        self.began = time.monotonic()
+        self.began, self.args = time.monotonic(), args
         self.engines = {case: self._start(case, args, work) for case in group}
         self.ready: dict[Case, dict[str, Any]] = {}
         self.told: set[Case] = set()
@@ -196,7 +197,7 @@ def ask(engines: Engines, standing: list[Case], rows: list[str], sheet: Sheet, e
             if "error" in found:
                 print(f"{case} {name}: {found['error']}", flush=True)
             else:
-                sheet.write(facts, case, name, found["ms"])
+                sheet.write(facts, case, name if name == "start" else serve.named(name, engines.args), found["ms"])
 
 
 def measure_generate(args: argparse.Namespace, sheet: Sheet, end: float, work: Path) -> int:
@@ -304,6 +305,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("on_gpus.csv"))
     parser.add_argument("--logs", default=".", help="folder of the engines' logs")
     parser.add_argument("--additional", default="", help="JSON for the plugin")
+    serve.add_options(parser)
     parser.add_argument("--eager", action="store_true", help="nothing is compiled, in vLLM")
     parser.add_argument("--list", action="store_true", help="the engines, and nothing else")
     parser.add_argument("--smoke", action="store_true", help="tiny models on a CPU")

@@ -273,6 +273,16 @@ def run(models: list[str], rows: list[str], args: argparse.Namespace, work: Path
         engine.close()
 
 
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Options of vLLM that both engines get, and that are a part of the rows' names."""
+    parser.add_argument("--kv", default="auto", help="vLLM's --kv-cache-dtype: fp8")
+    parser.add_argument("--runner", default="v1", choices=("v1", "v2"), help="vLLM's model runner")
+
+
+def named(row: str, args: argparse.Namespace) -> str:
+    return row + ("" if args.kv == "auto" else f", KV cache in {args.kv}") + ("" if args.runner == "v1" else f", {args.runner} runner")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="8b,30b", help="8b, 30b, 70b, tiny")
@@ -281,8 +291,7 @@ def main() -> None:
     parser.add_argument("--who", default="marlin,fp4_inductor")
     parser.add_argument("--at-once", action="store_true", help="start the engines of all models together; else model by model")
     parser.add_argument("--additional", default="", help="JSON for the plugin, e.g. '{\"bounds\": [1, 16]}'")
-    parser.add_argument("--kv", default="auto", help="vLLM's --kv-cache-dtype, of both engines: fp8; it is a part of the rows' names")
-    parser.add_argument("--runner", default="v1", choices=("v1", "v2"), help="vLLM's model runner, of both engines; v2 is a part of the rows' names")
+    add_options(parser)
     parser.add_argument("--profile", default=[], action="append", help="name of a row to profile at the end, may be repeated")
     parser.add_argument("--out", default="serve.csv")
     parser.add_argument("--logs", default=".", help="folder of the engines' logs")
@@ -308,9 +317,7 @@ def main() -> None:
         writer.writerow(["gpu", "torch", "triton", "vllm", "commit", "date", "model", "row", "who", "ms", "ratio"])
 
         def write(facts: dict[str, Any], model: str, row: str, who: str, ms: float, ratio: float | None) -> None:
-            row += "" if args.kv == "auto" else f", KV cache in {args.kv}"
-            row += "" if args.runner == "v1" else f", {args.runner} runner"
-            line = [facts["gpu"], facts["torch"], facts["triton"], facts["vllm"], commit(), datetime.date.today().isoformat(), model, row, who]
+            line = [facts["gpu"], facts["torch"], facts["triton"], facts["vllm"], commit(), datetime.date.today().isoformat(), model, named(row, args), who]
             writer.writerow([*line, f"{ms:.3f}" if ms < 100 else f"{ms:.1f}", "" if ratio is None else f"{ratio:.3f}"])
             file.flush()
             print(f"{model} {row}: {who} {ms:.3f} ms{'' if ratio is None else f', {ratio:.3f}x'}", flush=True)
