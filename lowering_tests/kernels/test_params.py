@@ -11,7 +11,7 @@ import torch
 from fp4_inductor._sources import csrc_dir
 from fp4_inductor.kernels import build, params
 from fp4_inductor.kernels.csrc import LIBRARIES
-from fp4_inductor.kernels.params import AttentionParams, CacheParams, ChainParams, ExpertParams, LinearParams, MoeParams, RouterParams
+from fp4_inductor.kernels.params import AttentionParams, CacheParams, ChainParams, ExpertParams, LinearParams, MoeParams, PagedParams, RouterParams
 from lowering_tests.kernels import emulator
 from lowering_tests.kernels.emulator import EmulatorError, emulated
 
@@ -21,6 +21,8 @@ STRUCTS = {
     "moe/router.cu": RouterParams,
     "moe": MoeParams,
     "attention": AttentionParams,
+    "attention/paged_attention.cu": PagedParams,
+    "attention/paged_attention_fp8.cu": PagedParams,
     "gemm/linear_chain.cu": ChainParams,
 }  # by folder or source; LinearParams elsewhere
 
@@ -30,7 +32,7 @@ def struct_of(source: str) -> type:
 
 
 @pytest.mark.skipif(build.cxx() is None, reason="no C++ compiler")
-@pytest.mark.parametrize("struct", [LinearParams, ChainParams, ExpertParams, MoeParams, RouterParams, CacheParams, AttentionParams])
+@pytest.mark.parametrize("struct", [LinearParams, ChainParams, ExpertParams, MoeParams, RouterParams, CacheParams, AttentionParams, PagedParams])
 def test_c_and_python_agree(struct, tmp_path):
     """Sizes and offsets of all fields; nothing lies between two of them or behind the last that only C knows."""
     name = f"fp4::{struct.__name__}"
