@@ -39,6 +39,8 @@ SHAPES: dict[str, tuple[tuple[str, int, int, int], ...]] = {
     "sparse_moe": (("Qwen3 30B-A3B", 2048, 2048, 128), ("Mixtral 8x7B", 4096, 4096, 8)),
     "decode_attention": (("32 heads of 128", 32, 128, 1),),
     "cached_attention": (("32 heads of 128", 32, 128, 1),),
+    "paged_attention": (("32 heads of 128", 32, 128, 1),),
+    "router": (("Qwen3 30B-A3B", 128, 2048, 1), ("gpt-oss-20b", 32, 2880, 1)),
 }  # fmt: skip
 
 
