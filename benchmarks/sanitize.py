@@ -26,12 +26,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from fp4_inductor.formats import nvfp4, sparse24
 from fp4_inductor.kernels import csrc, params
+from fp4_inductor.kernels.cached_attention import cuda_step
+from fp4_inductor.kernels.cached_attention.cuda import ALONE
+from fp4_inductor.kernels.cached_attention.step import arguments
 from fp4_inductor.kernels.linear import wide_fp8
 from fp4_inductor.kernels.moe import decode_table, grouped_wide
-from fp4_inductor.kernels.params import LinearParams, MoeParams
+from fp4_inductor.kernels.paged_attention import cuda as pages
+from fp4_inductor.kernels.params import AttentionParams, LinearParams, MoeParams, PagedParams
 from fp4_inductor.kernels.sparse_linear import small, table, wide
 from fp4_inductor.kernels.sparse_linear import wide_fp8 as sparse_wide_fp8
-from lowering_tests.kernels import emulator
+from fp4_inductor.ops import paged_attention
+from lowering_tests.kernels import emulator, quantized_calls
 
 ARCH = 90
 WIDE_FP8 = wide_fp8.LIBRARY.name
@@ -94,14 +99,14 @@ def codes(*shape: int) -> Tensor:
     return torch.randint(0, 256, shape, dtype=torch.uint8)
 
 
-def run(name: str, label: str, fields: dict[str, Any], m: int, n: int) -> None:
-    """``fields`` of the struct that the C function takes, tensors on the CPU."""
-    memory, struct = Memory(), MoeParams if "ids" in fields else LinearParams
+def run(name: str, label: str, fields: dict[str, Any], m: int, n: int, struct: type[params.Struct] = LinearParams) -> None:
+    """``fields`` of the ``struct`` that the C function takes, tensors on the CPU."""
+    memory = Memory()
     y = memory.empty(2 * m * n)
     call = struct.of(**memory.placed(fields), y=y.value)
     library, function = csrc.library(name, ARCH), csrc.LIBRARIES[name].function
-    call.scratch_bytes = params.scratch_bytes(library, function, call)
-    call.scratch = memory.empty(call.scratch_bytes).value
+    if size := params.scratch_bytes(library, function, call):
+        call.scratch_bytes, call.scratch = size, memory.empty(size).value
     checked(getattr(library, function)(ctypes.byref(call)), f"{name} {label}")
     checked(cudart().cudaDeviceSynchronize(), f"{name} {label}")
     result = memory.read(y, m, n)
@@ -192,7 +197,23 @@ def moe(name: str, layer: Layer, tile: tuple[int, ...], interleaved: int, biased
     )
     sizes = dict(tokens=tokens, top_k=top_k, E=experts, K=k, I=inner, N=n)
     form = dict(alpha=1.702 if biased else 1.0, limit=7.0 if biased else 0.0, more=int(biased), interleaved=interleaved, tile=tile)
-    run(name, f"T={tokens} E={experts} K={k} I={inner} N={n} tile={tile} interleaved={interleaved} sparse={kept}", fields | sizes | form, tokens, n)
+    run(name, f"T={tokens} E={experts} K={k} I={inner} N={n} tile={tile} interleaved={interleaved} sparse={kept}", fields | sizes | form, tokens, n, MoeParams)
+
+
+def over_pages(name: str, lengths: tuple[int, ...], page: int, group: int, d: int, tile: pages.Tile, window: int | None = None) -> None:
+    """What lies behind a sequence is NaN, and so must not be a part of any result."""
+    codes = 2 if name == pages.LIBRARY_OF_FP8.name else 0
+    c = paged_attention.call(torch.device("cpu"), lengths, page, 2 * group, 2, d, torch.bfloat16, early=True, window=window, codes=codes)
+    label = f"lengths={lengths} page={page} group={group} D={d} tile={tile} window={window}"
+    run(name, label, pages.fields(c, tile), len(lengths) * 2 * group, d, PagedParams)
+
+
+def over_slots(name: str, format: str, at: int, slots: int, group: int, d: int, tile: cuda_step.Tile) -> None:
+    """One token behind ``at`` of each of two sequences, with norms and rotation."""
+    sizes, options = (2, 2 * group, 2, 1, slots, d, at), dict(dtype=torch.bfloat16, prologue=quantized_calls.turning(2, 1, d, torch.bfloat16))
+    c = quantized_calls.call(format, *sizes, **options) if format else quantized_calls.plain_call(*sizes, **options)
+    fields = cuda_step.fields(c, arguments(ALONE, c), tile)
+    run(name, f"{format} at={at} of {slots} group={group} D={d} tile={tile}", fields, 2 * 2 * group, d, AttentionParams)
 
 
 def tiles_of(name: str, macro: str = "TILE") -> list[tuple[int, ...]]:
@@ -244,6 +265,14 @@ def cases() -> Iterator[tuple[str, functools.partial]]:
         yield case(moe, decode_table.NAME, Layer(tokens, 3, 9, 512, 256, 264), tile, 0, False)
         yield case(moe, decode_table.NAME, Layer(tokens, 3, 9, 320, 192, 264), tile, 1, True)
         yield case(moe, decode_table.NAME, Layer(tokens, 3, 9, 512, 256, 264), tile, 0, False, kept=True)
+    lengths = (1, 40, 0, 17), (15, 16, 33, 700)
+    for name, (group, d), own in itertools.product((pages.LIBRARY.name, pages.LIBRARY_OF_FP8.name), ((4, 128), (8, 64), (16, 128)), lengths):
+        for tile, window in (((0, 0), None), ((1, 3), None), ((7, 4), 30), ((16, 3), None)):
+            yield case(over_pages, name, own, 16 if d == 128 else 48, group, d, tile, window)
+    for format, (group, d), at in itertools.product(("", *cuda_step.FORMATS), ((4, 128), (8, 64), (16, 128)), (0, 15, 130, 703)):
+        for tile in ((0, 0), (1, 3), (7, 4), (16, 3)):
+            name = cuda_step.LIBRARY_OF_CODES.name if format else cuda_step.LIBRARY.name
+            yield case(over_slots, name, format, at, 704, group, d, tile)
 
 
 def main() -> None:
