@@ -182,9 +182,9 @@ def describe(
     return replace(call, csrc=csrc_status(call))
 
 
-def expect(op: str, device: torch.device, dtype: torch.dtype, n: int, k: int, prefill: str = "auto") -> Call:
+def expect(op: str, device: torch.device, dtype: torch.dtype, n: int, k: int, prefill: str = "auto", form: tuple[str, ...] = ()) -> Call:
     """As :func:`describe`, but nobody waits: CUDA kernels that are still being compiled count as there. For what may be wrong if one fails to compile."""
-    call = Call(op, arch_of(device), dtype, n, k, prefill, "", 1, triton_version() if device.type == "cuda" else (99, 0))
+    call = Call(op, arch_of(device), dtype, n, k, prefill, "", 1, triton_version() if device.type == "cuda" else (99, 0), form)
     return replace(call, csrc=csrc_status(call, wait=False))
 
 

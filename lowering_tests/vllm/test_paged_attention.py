@@ -126,7 +126,8 @@ def test_who_rounds_queries(layer, monkeypatch, cache, version, rounds):
     config = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.bfloat16), compilation_config=SimpleNamespace())
     monkeypatch.setattr(attention, "get_current_vllm_config_or_none", lambda: config)
     monkeypatch.setattr(attention.select, "compile_ahead", lambda calls: None)
-    monkeypatch.setattr(attention.select, "describe", lambda *args, form=(): attention._call(made, 90))
+    for described in ("describe", "expect"):
+        monkeypatch.setattr(attention.select, described, lambda *args, form=(): attention._call(made, 90))
     made = object.__new__(Attention)
     vars(made).update(vars(layer) | dict(kv_cache_dtype=cache))
     made.__init__()

@@ -13,6 +13,7 @@ here, and only for the steps that are FlashAttention's.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -78,8 +79,8 @@ class Attention(FlashAttentionImpl):
         vllm_config = get_current_vllm_config_or_none()
         self.dtype, self.compilation = vllm_config.model_config.dtype, vllm_config.compilation_config
         select.compile_ahead([_call(self, select.arch_of(_device()))])  # while weights are loaded
-        # vLLM asks the second of these for whether it is to round queries.
-        self.rounds_queries = self.supports_quant_query_input and self.kv_cache_dtype in _FP8 and not self.why_not
+        # vLLM asks the second of these for whether it is to round queries. The kernel may still be compiled: nobody waits for it here.
+        self.rounds_queries = self.supports_quant_query_input and self.kv_cache_dtype in _FP8 and not _why_not(self, select.expect)
         self.supports_quant_query_input &= not self.rounds_queries
 
     def serves(self, metadata: Any, kv_cache: Tensor) -> bool:
@@ -92,7 +93,7 @@ class Attention(FlashAttentionImpl):
     @functools.cached_property
     def why_not(self) -> str:
         """Why the kernel serves none of this layer's steps; empty: it does. An engine logs each answer once."""
-        reason = _why_not(self)
+        reason = _why_not(self, select.describe)
         say_once(f"vLLM's FlashAttention serves decode steps: {reason}" if reason else "fp4.paged_attention serves decode steps", self.compilation)
         return reason
 
@@ -136,7 +137,7 @@ def _rows(metadata: Any) -> int:
     return min(metadata.num_actual_tokens, len(metadata.seq_lens))
 
 
-def _why_not(layer: Any) -> str:
+def _why_not(layer: Any, described: Callable[..., Call]) -> str:
     group = layer.num_heads // layer.num_kv_heads
     asked = {
         f"vLLM {engine.version()}, with which it has not run": engine.version() not in engine.ATTENTION_VERSIONS,
@@ -152,7 +153,7 @@ def _why_not(layer: Any) -> str:
     reason = next((what for what, is_asked in asked.items() if is_asked), "")
     if reason:
         return reason
-    call = select.describe("paged_attention", _device(), layer.dtype, layer.num_heads, layer.head_size, form=_form(layer))
+    call = described("paged_attention", _device(), layer.dtype, layer.num_heads, layer.head_size, form=_form(layer))
     plan, name = select.plan(call, dispatch_config()), NAME_OF_FP8 if _form(layer) else NAME
     if plan.pick(group).kernel == name:
         return ""
