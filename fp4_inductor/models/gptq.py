@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ..config import NVFP4Config, weight_only
 from ..errors import CalibrationError
+from ..formats import gptq as numbers
 from ..modules import FP4Linear
 from . import output_moments, self_calibration
 from .calibrate import batches_of, statistics
@@ -94,7 +95,7 @@ def prepare(
     start, waiting = time.monotonic(), _waiting(model, device)
     given = given_batches(model, config)
     groups = [g for g in plan.groups if not (g[0].head and config.lm_head == "fp8")]
-    finished = None if store is None else FinishedLayers(store, model, [*groups, *plan.experts], given, _settings(config, model, device))
+    finished = None if store is None else FinishedLayers(store, model, [*groups, *plan.experts], given, _settings(config, model))
     batches, held_out, described = text(model, given, finished)
     targets = [t for g in groups for t in g]
     items: list[Target | ExpertsTarget] = [*targets, *plan.experts]
@@ -110,7 +111,7 @@ def prepare(
             limit=f">= {ENOUGH} tokens (16,384 or more are worth their time)",
             remedy='Give more text, or use scale_search="activation".',
         )
-    moments = output_moments_of(model, groups, device)
+    moments = output_moments_of(model, groups)
     weights = fisher(model, targets, batches, chain, progress, plan.experts, moments) if items else TokenWeights()
     together = len(weights.outputs)
     enough = [g for g in groups if sum(means[t.name].rows for t in g) >= ENOUGH]
@@ -140,19 +141,15 @@ def prepare(
     return prepared
 
 
-def output_moments_of(model: nn.Module, groups: list[list[Target]], device: torch.device | None) -> dict[str, OutputMoments]:
+def output_moments_of(model: nn.Module, groups: list[list[Target]]) -> dict[str, OutputMoments]:
     """What gradients are added to, of each layer whose rows are rounded together: no head, and nothing of too many outputs."""
-    if not _rows_together(model, device):
-        return {}
-    outputs = {g[0].name: dense_weight(g[0]).shape[0] for g in groups if not g[0].head}
-    outputs = {name: n for name, n in outputs.items() if n <= output_moments.MOST}
-    rank = output_moments.rank_of(outputs.values(), sum(p.nbytes for p in model.parameters()))
+    outputs = {g[0].name: dense_weight(g[0]).shape[0] for g in groups if has_output_moments(g[0])}
+    rank = output_moments.rank_of(outputs.values(), output_moments.room(model))
     return {name: OutputMoments(n, rank, next(model.parameters()).device) for name, n in outputs.items()}
 
 
-def _rows_together(model: nn.Module, device: torch.device | None) -> bool:
-    """On a CPU only: groups of rows one behind the other leave most of a GPU without work, and how long they take there is not measured."""
-    return (device or next(model.parameters()).device).type == "cpu"
+def has_output_moments(target: Target) -> bool:
+    return not target.head and dense_weight(target).shape[0] <= output_moments.MOST
 
 
 def _waiting(model: nn.Module, device: torch.device | None) -> torch.device:
@@ -161,14 +158,14 @@ def _waiting(model: nn.Module, device: torch.device | None) -> torch.device:
     return device if device is not None and next(model.parameters()).device == host else host
 
 
-def _settings(config: NVFP4Config, model: nn.Module, device: torch.device | None) -> dict[str, Any]:
+def _settings(config: NVFP4Config, model: nn.Module) -> dict[str, Any]:
     """What the rounded layers depend on besides the model and the text that is given."""
     return {
         "siblings": config.siblings,
         "lm_head": config.lm_head,
         "own_text": f"{sequences(model) + HELD_OUT}x{TOKENS}",
         "enough": ENOUGH,
-        "rows_together": _rows_together(model, device),
+        "row_groups": numbers.ROW_GROUPS,
     }
 
 

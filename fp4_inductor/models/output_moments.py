@@ -11,16 +11,21 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 MOST = 16384  # outputs: the matrix has 2 GB in float64, and a few of its size are in use at once
 _BYTES, _SHARE = 1 << 30, 1 / 8  # of all sketches together: so many, or this share of the model, whichever is more
 _LEAST = 1e-7  # of the largest eigenvalue of omega^T G omega: what is below is rounding
 
 
-def rank_of(outputs: Iterable[int], model_bytes: int) -> int:
+def room(model: nn.Module) -> float:
+    """Bytes that all sketches of ``model`` may take."""
+    return max(_BYTES, _SHARE * sum(p.nbytes for p in model.parameters()))
+
+
+def rank_of(outputs: Iterable[int], bytes_of_all: float) -> int:
     """The rank of the sketches of layers of so many ``outputs`` each."""
-    return max(1, int(max(_BYTES, _SHARE * model_bytes) / (4 * max(sum(outputs), 1))))
+    return max(1, int(bytes_of_all / (4 * max(sum(outputs), 1))))
 
 
 class OutputMoments:

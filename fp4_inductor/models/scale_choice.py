@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..config import NVFP4Config, ScaleSearch, weight_only
 from ..errors import CalibrationError, NonFiniteError
 from ..modules import FP4Linear
-from . import gptq, self_calibration, token_weights
+from . import gptq, output_moments, self_calibration, token_weights
 from .calibrate import batches_of, statistics
 from .convert import dense_weight, experts_module, moved, quantize_expert_weight, rows_to_pad, share, unpadded
 from .finished import LayerStore
@@ -24,12 +24,14 @@ from .sparsify_experts import PrunedExperts, weight_name
 from .substitute import Value, substituted
 
 _UNWEIGHTED: ScaleSearch = "mse"  # the same sweep as "activation", without data
-SECONDS = 60.0  # that "auto" takes for "gptq" at most, by the figures below: who asks for nothing waits for a first token
-_CPU_SECONDS = 5.7e-6  # a weight, on one core: SmolLM2-135M (106 M of them) took 304 s on two
-# The text, a weight of a linear layer and one of an expert, on a GPU: benchmarks/results/quality_time.csv, an H100.
-_GPU_TEXT, _GPU_SECONDS, _GPU_SECONDS_EXPERTS = 20.0, 1.2e-8, 2.2e-8
-# Bytes of GPU memory beside the model: float64 matrices of the widest layer's Hessian, its factors and inverse; activations and logits of a batch.
-_MATRICES, _WORKING = 4, 2e9
+SECONDS = 80.0  # that "auto" takes for "gptq" at most, by the figures below: who asks for nothing waits for a first token
+_CPU_SECONDS = 6.3e-6  # a weight, on one core: SmolLM2-135M (106 M of them) took 336 s on two
+# The text, a weight of a linear layer and one of an expert, on an H100: benchmarks/results/quality_time.csv. Of a linear layer's weights 1.2 times what an H200
+# took for Qwen3-8B's size, as before.
+_GPU_TEXT, _GPU_SECONDS, _GPU_SECONDS_EXPERTS = 20.0, 1.9e-8, 2.2e-8
+# Bytes of GPU memory beside the model: float64 matrices of the widest layer's Hessian, its factors and inverse, or of the moments of most outputs; activations
+# and logits of a batch. Qwen3-8B's size, 12,288 outputs: 13.9e9 beside its weights.
+_MATRICES, _MATRICES_OF_OUTPUTS, _WORKING = 4, 8, 2e9
 _NO_DATA: ScaleSearch = "four_over_six"  # the best perplexity where there is no data at all (benchmarks/results/quality_*.csv)
 
 
@@ -205,8 +207,11 @@ def _no_gptq(model: nn.Module, plan: QuantizationPlan) -> str | None:
     if seconds > SECONDS:
         return f"it would take about {seconds:.0f} s (limit {SECONDS:.0f} s)"
     if device.type == "cuda":
-        widest = max((dense_weight(t).shape[1] for t in first), default=0)
-        need, free = _MATRICES * 8 * widest**2 + _WORKING, torch.cuda.mem_get_info(device)[0]
+        shapes = [dense_weight(t).shape for t in first]
+        inputs = max((k for _, k in shapes), default=0)
+        outputs = max((n for (n, _), t in zip(shapes, first, strict=True) if gptq.has_output_moments(t)), default=0)
+        matrices = 8 * max(_MATRICES * inputs**2, _MATRICES_OF_OUTPUTS * outputs**2)
+        need, free = matrices + output_moments.room(model) + _WORKING, torch.cuda.mem_get_info(device)[0]
         if need > free:
             return f"it would take about {need / 1e9:.1f} GB of GPU memory beside the model, of which {free / 1e9:.1f} GB are free"
     return None

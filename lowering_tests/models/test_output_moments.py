@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import fp4_inductor
 from fp4_inductor import NVFP4Config
 from fp4_inductor.formats import gptq as numbers
-from fp4_inductor.models import gptq, output_moments, token_weights
+from fp4_inductor.models import output_moments, token_weights
 from fp4_inductor.models.chain import find_chain
 from fp4_inductor.models.output_moments import OutputMoments
 from fp4_inductor.models.plan import make_plan
@@ -62,8 +62,12 @@ def test_gradients_are_those_of_the_loss(tiny):
 
 
 def test_the_rank_follows_the_memory():
-    assert output_moments.rank_of([576, 1536] * 90, 270 << 20) > 1000, "of a small model all of the matrix"
-    large = output_moments.rank_of([12288, 12288, 4096, 4096, 4096, 1024, 1024] * 36, 15 << 30)
+    model = torch.nn.Linear(8, 8)
+    assert output_moments.room(model) == 1 << 30
+    assert output_moments.rank_of([576, 1536] * 90, output_moments.room(model)) > 1000, "of a small model all of the matrix"
+    with mock.patch.object(torch.nn.Module, "parameters", return_value=[torch.empty(15 << 30, dtype=torch.uint8, device="meta")]):
+        room = output_moments.room(model)
+    large = output_moments.rank_of([12288, 12288, 4096, 4096, 4096, 1024, 1024] * 36, room)
     assert 300 < large < 400 and 4 * large * 38912 * 36 <= 2 << 30
 
 
@@ -78,10 +82,3 @@ def test_layers_are_rounded_by_them(tiny, most, monkeypatch):
         fp4_inductor.quantize_model(model, NVFP4Config("gptq", calibration=[torch.randint(128, (8, 40))]), progress=False)
     assert rows.call_count == few and (most == 63) == (few < len(outputs))
     assert f"the rows of {few} layers together" in str(fp4_inductor.report(model).notes)
-
-
-def test_none_are_on_another_device_than_a_cpu(tiny):
-    model = tiny("llama", torch.float32)
-    groups = make_plan(model).groups
-    assert gptq.output_moments_of(model, groups, None)
-    assert not gptq.output_moments_of(model, groups, torch.device("meta"))
