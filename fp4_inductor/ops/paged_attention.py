@@ -31,9 +31,9 @@ from ..errors import ConfigError, DTypeError, ShapeError
 from ..formats import nvfp4
 from .contract import OpContract
 from .decode_attention import scale_of
+from .quantize_rows_fp8 import E4M3_MAX
 
 CODES = torch.float8_e4m3fn
-_LARGEST = 448.0  # of its numbers
 
 
 class PagedCall(NamedTuple):
@@ -63,7 +63,7 @@ class PagedCall(NamedTuple):
 
 def stored(token: Tensor, cache: Tensor, scale: Tensor | None) -> Tensor:
     """``token [..., Hkv, D]`` as ``cache`` holds it."""
-    return token if scale is None else (token.float() / scale.reshape(-1, 1)).clamp(-_LARGEST, _LARGEST).to(cache.dtype)
+    return token if scale is None else (token.float() / scale.reshape(-1, 1)).clamp(-E4M3_MAX, E4M3_MAX).to(cache.dtype)
 
 
 def numbers(rows: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -71,12 +71,17 @@ def numbers(rows: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     return rows.to(dtype) if scale is None else rows.to(dtype) * scale.reshape(-1, 1).to(dtype)
 
 
+def appended(c: PagedCall) -> list[tuple[Tensor, Tensor, Tensor | None]]:
+    """Of keys and of values: the cache, the new tokens as it holds them, and its scale."""
+    return [(cache, stored(token, cache, scale), scale) for cache, token, scale in ((c.keys, c.key, c.key_scale), (c.values, c.value, c.value_scale))]
+
+
 def reference(c: PagedCall) -> None:
     """float64 arithmetic, rounded once to ``query.dtype``, one sequence after the other."""
     check(c)
     group = c.query.shape[1] // max(c.key.shape[1], 1)
     c.out.zero_()
-    new = [(c.keys, stored(c.key, c.keys, c.key_scale), c.key_scale), (c.values, stored(c.value, c.values, c.value_scale), c.value_scale)]
+    new = appended(c)
     for b, (length, slot) in enumerate(zip(c.lengths.tolist(), c.slots.tolist(), strict=True)):
         if slot >= 0:
             for cache, token, _ in new:
@@ -96,13 +101,13 @@ def reference(c: PagedCall) -> None:
 
 def check(c: PagedCall) -> None:
     """Raise the typed error of any call that has no meaning. Reads shapes, dtypes and devices only."""
-    floating = [c.query, c.key, c.value, c.keys, c.values, c.out]
+    tokens, cache = [c.query, c.key, c.value, c.out], [c.keys, c.values]
     in_codes = c.keys.dtype == c.values.dtype == CODES
-    alike = {t.dtype for t in floating if not (in_codes and (t is c.keys or t is c.values))}
+    alike = {t.dtype for t in (tokens if in_codes else tokens + cache)}
     if c.query.dtype not in nvfp4.HIGH_PRECISION or alike != {c.query.dtype}:
         raise DTypeError(
-            "fp4.paged_attention: dtypes of query, key, value, keys, values and out",
-            value=[t.dtype for t in floating],
+            "fp4.paged_attention: dtypes of query, key, value, out, keys and values",
+            value=[t.dtype for t in tokens + cache],
             limit=f"one of {list(nvfp4.HIGH_PRECISION)}; keys and values may be {CODES}",
             remedy="Cast them with .to(dtype).",
         )

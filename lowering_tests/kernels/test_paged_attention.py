@@ -141,6 +141,8 @@ def test_strides():
     contract.CONTRACT.reference(*theirs)
     given = cuda.fields(apart)
     assert given["query_strides"] == (512, 64) and given["keys_strides"] == keys.stride()[:3] and given["table_stride"] == 2 * c.table.shape[1]
+    coded = contract.call(CPU, (20, 33), 16, 4, 2, 64, F16, codes=2)
+    assert cuda.fields(coded._replace(key_scale=torch.rand(4)[::2]))["key_scale"].is_contiguous()
     # The emulator copies tensors as contiguous ones.
     got = run(ours._replace(**{name: t.contiguous() for name, t in rows.items()}, table=ours.table.contiguous()))
     assert distance(got, theirs.out) <= contract.CONTRACT.tolerance[F16]

@@ -84,7 +84,7 @@ def fields(c: PagedCall, tile: Tile = OWN) -> dict[str, Any]:
     (batch, heads, d), (cache_pages, page, kv_heads, _) = query.shape, c.keys.shape
     tensors: dict[str, Tensor | None] = dict(
         query=query, key=key, value=value, keys=c.keys, values=c.values, table=c.table, lengths=c.lengths.contiguous(), slots=c.slots.contiguous(),
-        sinks=None if c.sinks is None else c.sinks.contiguous(), key_scale=c.key_scale, value_scale=c.value_scale,
+        **{name: None if t is None else t.contiguous() for name, t in (("sinks", c.sinks), ("key_scale", c.key_scale), ("value_scale", c.value_scale))},
     )  # fmt: skip
     strides = dict(query_strides=query.stride()[:2], key_strides=key.stride()[:2], value_strides=value.stride()[:2], table_stride=c.table.stride(0))
     sizes = dict(batch=batch, heads=heads, kv_heads=kv_heads, D=d, page_size=page, pages=c.table.shape[1], window=c.window or 0, cache_pages=cache_pages)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ...ops.decode_attention import scale_of
-from ...ops.paged_attention import CODES, PagedCall, numbers, stored
+from ...ops.paged_attention import PagedCall, appended, numbers
 from ..forms import Launches
 from ..kernel import ANY, BY_LIBRARY, IN_CI, Kernel, On
 
@@ -13,11 +13,12 @@ from ..kernel import ANY, BY_LIBRARY, IN_CI, Kernel, On
 def gathered(c: PagedCall) -> None:
     page, group = c.keys.shape[1], c.query.shape[1] // c.key.shape[1]
     row = torch.arange(len(c.slots), device=c.slots.device)
+    new = appended(c)
     # [B, tokens, Hkv, D], before the append
-    k, v = (numbers(x[c.table.long()].flatten(1, 2), s, torch.float32) for x, s in ((c.keys, c.key_scale), (c.values, c.value_scale)))
-    new = [stored(token, cache, s) for cache, token, s in ((c.keys, c.key, c.key_scale), (c.values, c.value, c.value_scale))]
-    # Codes are written as bytes, which every device can choose among.
-    for cache, token in ((x.view(torch.uint8) if x.dtype == CODES else x for x in pair) for pair in zip((c.keys, c.values), new, strict=True)):
+    k, v = (numbers(cache[c.table.long()].flatten(1, 2), scale, torch.float32) for cache, _, scale in new)
+    for cache, token, scale in new:
+        if scale is not None:  # codes are written as bytes, which every device can choose among
+            cache, token = cache.view(torch.uint8), token.view(torch.uint8)
         old = cache[c.slots.clamp(min=0) // page, c.slots.clamp(min=0) % page]
         kept = (c.slots >= 0)[:, None, None]
         # Rows without a slot write what is there already; the slot 0 of a row that has one comes last.
@@ -25,7 +26,7 @@ def gathered(c: PagedCall) -> None:
         at = c.slots.clamp(min=0)[order]
         cache[at // page, at % page] = torch.where(kept, token, old)[order]
     last = (c.lengths.long() - 1).clamp(min=0)
-    k[row, last], v[row, last] = (numbers(t, s, torch.float32) for t, s in zip(new, (c.key_scale, c.value_scale), strict=True))
+    k[row, last], v[row, last] = (numbers(token, scale, torch.float32) for _, token, scale in new)
     at, lengths = torch.arange(k.shape[1], device=k.device)[None], c.lengths[:, None]
     used = (at < lengths) & (at >= lengths - (c.window or k.shape[1]))
     k, v = (t.masked_fill(~used[..., None, None], 0.0).repeat_interleave(group, 2) for t in (k, v))
