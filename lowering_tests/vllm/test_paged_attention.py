@@ -27,14 +27,19 @@ def layer(monkeypatch):
     return made
 
 
-@pytest.fixture
-def step():
+def step_of(**options):
     """(query, key, value, KV cache, metadata) of a step of one token each, and the call that it is."""
-    c = contract.call(torch.device("cpu"), (20, 33, 1), 16, H, KV, D, torch.bfloat16, scale=0.2)
+    c = contract.call(torch.device("cpu"), (20, 33, 1), 16, H, KV, D, torch.bfloat16, scale=0.2, **options)
     metadata = SimpleNamespace(
         num_actual_tokens=B, max_query_len=1, use_cascade=False, causal=True, seq_lens=c.lengths, block_table=c.table, slot_mapping=c.slots
     )  # fmt: skip
-    return (c.query, c.key, c.value, torch.stack([c.keys, c.values]), metadata), c
+    planes = (c.keys, c.values) if c.key_scale is None else (c.keys.view(torch.uint8), c.values.view(torch.uint8))  # as vLLM has codes
+    return (c.query, c.key, c.value, torch.stack(planes), metadata), c
+
+
+@pytest.fixture
+def step():
+    return step_of()
 
 
 @pytest.fixture
@@ -81,14 +86,9 @@ def test_all_else_is_flash_attention(layer, step, flash, monkeypatch, change):
 
 @pytest.fixture
 def coded(layer):
-    """A layer over a cache in FP8 that the kernel serves, (query, key, value, KV cache, metadata) of a step, and the call that it is."""
+    """A layer over a cache in FP8 that the kernel serves, and a step of it."""
     layer.kv_cache_dtype, layer.why_not, layer.rounds_queries, layer.supports_quant_query_input = "fp8", "", True, False
-    c = contract.call(torch.device("cpu"), (20, 33, 1), 16, H, KV, D, torch.bfloat16, scale=0.2, codes=KV)
-    metadata = SimpleNamespace(
-        num_actual_tokens=B, max_query_len=1, use_cascade=False, causal=True, seq_lens=c.lengths, block_table=c.table, slot_mapping=c.slots
-    )  # fmt: skip
-    cache = torch.stack([c.keys.view(torch.uint8), c.values.view(torch.uint8)])  # as vLLM has it
-    return layer, (c.query, c.key, c.value, cache, metadata), c
+    return layer, *step_of(codes=KV)
 
 
 def test_one_token_each_over_codes(coded, flash, monkeypatch):
@@ -106,9 +106,12 @@ def test_queries_are_rounded_for_flash_attention(coded, monkeypatch, scale):
     """Of a prompt, over a cache in FP8: by vLLM's own function, and FlashAttention is told that they have a scale."""
     layer, (query, *rest, metadata), _ = coded
     seen = []
-    rounding = dict(scaled_fp8_quant=lambda x, scale: seen.append((tuple(x.shape), tuple(scale.shape))) or (x.to(torch.float8_e4m3fn), scale))
-    for name, call in rounding.items():
-        monkeypatch.setattr(engine, name, call, raising=False)
+
+    def rounded(x, scale):
+        seen.append((tuple(x.shape), tuple(scale.shape)))
+        return x.to(torch.float8_e4m3fn), scale
+
+    monkeypatch.setattr(engine, "scaled_fp8_quant", rounded, raising=False)
     monkeypatch.setattr(engine.FlashAttentionImpl, "forward", lambda self, layer, query, *_: seen.append((query.dtype, self.supports_quant_query_input)))
     prompt = SimpleNamespace(**vars(metadata) | dict(max_query_len=2))
     layer.forward(SimpleNamespace(_q_scale=scale), query, *rest, prompt, torch.empty(B, H * D))

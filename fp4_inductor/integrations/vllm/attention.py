@@ -80,14 +80,14 @@ class Attention(FlashAttentionImpl):
         self.dtype, self.compilation = vllm_config.model_config.dtype, vllm_config.compilation_config
         select.compile_ahead([_call(self, select.arch_of(_device()))])  # while weights are loaded
         # vLLM asks the second of these for whether it is to round queries. The kernel may still be compiled: nobody waits for it here.
-        self.rounds_queries = self.supports_quant_query_input and self.kv_cache_dtype in _FP8 and not _why_not(self, select.expect)
+        self.rounds_queries = self.supports_quant_query_input and _in_fp8(self) and not _why_not(self, select.expect)
         self.supports_quant_query_input &= not self.rounds_queries
 
     def serves(self, metadata: Any, kv_cache: Tensor) -> bool:
         """Is this a step of one token each that the kernel serves? The same answer to the append and to the attention of a layer."""
         if metadata is None or metadata.max_query_len != 1 or metadata.use_cascade or not getattr(metadata, "causal", True):
             return False
-        is_known = kv_cache.dtype in ((torch.uint8, CODES) if self.kv_cache_dtype in _FP8 else _HALF)
+        is_known = kv_cache.dtype in ((torch.uint8, CODES) if _in_fp8(self) else _HALF)
         return not self.why_not and is_known and kv_cache.shape[2] % TOKENS == 0
 
     @functools.cached_property
@@ -109,8 +109,8 @@ class Attention(FlashAttentionImpl):
         if asked or output is None or not self.serves(attn_metadata, kv_cache):
             return self._flash_attention(layer, query, key, value, kv_cache, attn_metadata, output, *scales, **options)
         rows = _rows(attn_metadata)
-        keys, values = (kv_cache.view(CODES) if self.kv_cache_dtype in _FP8 else kv_cache).unbind(0)
-        of_codes = (layer._k_scale, layer._v_scale) if self.kv_cache_dtype in _FP8 else (None, None)
+        cache, of_codes = (kv_cache.view(CODES), (layer._k_scale, layer._v_scale)) if _in_fp8(self) else (kv_cache, ())
+        keys, values = cache.unbind(0)
         window, softcap = self.sliding_window[0] + 1, self.logits_soft_cap
         # No kernel of a step writes the cache, the table or the lengths but attention itself, and the one before it has ended: what lies between waits for it.
         torch.ops.fp4.paged_attention(
@@ -154,7 +154,7 @@ def _why_not(layer: Any, described: Callable[..., Call]) -> str:
     if reason:
         return reason
     call = described("paged_attention", _device(), layer.dtype, layer.num_heads, layer.head_size, form=_form(layer))
-    plan, name = select.plan(call, dispatch_config()), NAME_OF_FP8 if _form(layer) else NAME
+    plan, name = select.plan(call, dispatch_config()), NAME_OF_FP8 if _in_fp8(layer) else NAME
     if plan.pick(group).kernel == name:
         return ""
     return next(refused.reason for refused in plan.refused if refused.kernel.name == name)
@@ -164,8 +164,12 @@ def _call(layer: Any, arch: int) -> Call:
     return Call("paged_attention", arch, layer.dtype, layer.num_heads, layer.head_size, triton=select.triton_version(), form=_form(layer))
 
 
+def _in_fp8(layer: Any) -> bool:
+    return layer.kv_cache_dtype in _FP8
+
+
 def _form(layer: Any) -> tuple[str, ...]:
-    return (cache_in("fp8"),) if layer.kv_cache_dtype in _FP8 else ()
+    return (cache_in("fp8"),) if _in_fp8(layer) else ()
 
 
 def _device() -> torch.device:
