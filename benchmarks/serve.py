@@ -212,7 +212,9 @@ class Engine:
         command = [sys.executable, __file__, "--worker", who, "--worker-model", model, "--folder", str(home / "model"), "--additional", args.additional]
         command += ["--layers", str(args.layers), "--tp", str(tp), "--kv", args.kv]
         command += [f"--{name}" for name, wanted in (("smoke", args.smoke), ("eager", args.eager), ("ep", ep)) if wanted]
-        env = os.environ | {name: str(home / name) for name in CACHES} | {"VLLM_USE_V2_MODEL_RUNNER": str(int(args.runner == "v2"))} | (env or {})
+        env = os.environ | {name: str(home / name) for name in CACHES} | (env or {})
+        if args.runner:
+            env["VLLM_USE_V2_MODEL_RUNNER"] = str(int(args.runner == "v2"))
         self.process = subprocess.Popen(command, env=env, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log.open("w"))
         self.facts: dict[str, Any] = {}
 
@@ -276,11 +278,11 @@ def run(models: list[str], rows: list[str], args: argparse.Namespace, work: Path
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Options of vLLM that both engines get, and that are a part of the rows' names."""
     parser.add_argument("--kv", default="auto", help="vLLM's --kv-cache-dtype: fp8")
-    parser.add_argument("--runner", default="v1", choices=("v1", "v2"), help="vLLM's model runner")
+    parser.add_argument("--runner", choices=("v1", "v2"), help="vLLM's model runner; default: its own choice")
 
 
 def named(row: str, args: argparse.Namespace) -> str:
-    return row + ("" if args.kv == "auto" else f", KV cache in {args.kv}") + ("" if args.runner == "v1" else f", {args.runner} runner")
+    return row + ("" if args.kv == "auto" else f", KV cache in {args.kv}") + (f", {args.runner} runner" if args.runner else "")
 
 
 def main() -> None:
