@@ -13,8 +13,8 @@ template <typename F> struct Pages {
     TensorMap keys, values;
     PagedParams call;
   };
-  static constexpr int kProducers = F::kWarps, kAhead = 4;       // entries of the table that a lane has asked for
-  static constexpr int kEach = Tile<F>::kKeyRow / F::D;          // bytes of a number in the cache
+  static constexpr int kProducers = F::kWarps, kAhead = 4;  // entries of the table that a lane has asked for
+  static constexpr int kEach = Tile<F>::kKeyRow / F::D;  // bytes of a number in the cache
   const PagedParams& c;
   const TensorMap &key_map, &value_map;
   const int* table;

@@ -125,7 +125,7 @@ struct PagedParams {
   const void* lengths;                 // int32 [batch]: with the new token; 0: no sequence, its rows of y are zeros
   const void* slots;                   // int64 [batch]: the row of the cache, counted over all pages, that the new token is written to; below 0: none
   const void* sinks;                   // a number for each head
-  const void *key_scale, *value_scale; // of a cache in fp8, whose numbers are code * scale: float32, one, or one a KV head
+  const void *key_scale, *value_scale;  // of a cache in fp8, whose numbers are code * scale: float32, one, or one a KV head
   void *y, *stream;
   int64_t query_strides[2], key_strides[2], value_strides[2];  // in elements, as all strides, without the last of 1
   int64_t keys_strides[3], values_strides[3], table_stride;    // of pages, of tokens and of heads
