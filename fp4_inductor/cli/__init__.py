@@ -47,7 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not given:
         parser().print_help(sys.stderr)
         return MISTAKE
-    args = parser().parse_args(given)
+    args, unknown = parser().parse_known_args(given)
+    if unknown:  # argparse would show the usage of the program, not that of the command
+        args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its warnings are errors of load_dense, or of no use here
     screen = Screen(as_json=args.json, quiet=args.quiet)
     return run_guarded(lambda: args.run(args, screen), screen, args)

@@ -41,7 +41,7 @@ def command(subparsers: Any, name: str, usage: str, run: Callable[..., int], hel
     output.add_argument("--json", action="store_true", help="print the result as one JSON object")
     output.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")
     output.add_argument("--traceback", action="store_true", help="show where in the program an error was raised")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, parser=parser)
     return parser
 
 

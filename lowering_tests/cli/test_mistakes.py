@@ -127,6 +127,7 @@ MISTAKES = {
     "no number": (("explain", DENSE, "--tokens", "1,many"), "'many' is no number above 0"),
     "no command": (("quantise", DENSE, "{tmp}/out"), "invalid choice"),
     "an unknown option": (("inspect", DENSE, "--head"), "unrecognized arguments"),
+    "an argument too many": (("verify", str(MODELOPT), DENSE), "usage: fp4-inductor verify FOLDER [--against MODEL] [options] fp4-inductor verify: error:"),
 }
 
 
