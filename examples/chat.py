@@ -32,7 +32,7 @@ def main(args: argparse.Namespace) -> int:
     cache = fp4_inductor.KVCache(model, args.length)
     text: list[int] = []
     history: list[dict] = []
-    for line in sys.stdin:
+    for turns, line in enumerate(sys.stdin):
         turn = turn_of(tokenizer, history, line.rstrip("\n"))
         text = turn if chat else text + turn
         room = args.length - len(text)
@@ -50,7 +50,7 @@ def main(args: argparse.Namespace) -> int:
             max_new_tokens=min(args.tokens, room),
             do_sample=True,
             temperature=args.temperature,
-            seed=args.seed,
+            seed=args.seed + turns,  # the same draws for each turn would let it repeat itself
             pad_token_id=tokenizer.eos_token_id or 0,
         )
         text = out[0].tolist()
@@ -63,11 +63,11 @@ def main(args: argparse.Namespace) -> int:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="austen_dense", help="austen_dense, smollm2, a folder or a hub id (default: %(default)s)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default here: %(default)s")
     parser.add_argument("--tokens", type=int, default=200, help="of an answer, at most (default: %(default)s)")
     parser.add_argument("--length", type=int, default=4096, help="of the cache, in tokens (default: %(default)s)")
-    parser.add_argument("--temperature", type=float, default=0.7)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--temperature", type=float, default=0.7, help="of what is drawn (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the first turn; each turn has the next one (default: %(default)s)")
     return parser.parse_args()
 
 
