@@ -6,6 +6,7 @@
     python benchmarks/on_gpus.py --parts vllm --models 30b --parallel one,tp,ep --rows decode,64 --at-once
     python benchmarks/on_gpus.py --parts vllm --models 8b --runner v2    # vLLM's second model runner, which has less to do on the host
     python benchmarks/on_gpus.py --parts vllm --models 70b --layers 20   # fewer layers: stands sooner, and its times say less
+    python benchmarks/on_gpus.py --parts vllm --models 70b --memory 130 --cache-gib 8   # all layers at once on two H200, rows of up to 20,000 tokens
     python benchmarks/on_gpus.py --parts generate --models 8b --batches 1   # this package's generate(), torchrun, tp_plan="auto"
     python benchmarks/on_gpus.py --smoke                                 # tiny models on a CPU: what runs, not how fast
 
@@ -41,7 +42,7 @@ HERE = Path(__file__).parent
 OURS = "fp4_inductor"
 # A program that uses NVLink multicast can put GPUs that others share out of service. vLLM's sums over symmetric memory ask for it.
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}
-MEMORY = 74.0  # GiB of a GPU
+MEMORY = 74.0  # GiB of the smallest GPU, an H100
 WEIGHTS = {"8b": 7, "30b": 18, "70b": 42, "tiny": 0}  # GiB, of all layers
 COLUMNS = ("gpu", "torch", "triton", "vllm", "commit", "date", "model", "parallel", "row", "who", "ms", "ratio", "of_one")
 SHAPES = {"8b": "qwen3-8b", "30b": "qwen3-30b", "70b": "70b", "tiny": "tiny"}  # a model of serve.py -> of decode.py
@@ -76,20 +77,20 @@ def cases(args: argparse.Namespace) -> list[Case]:
     return found
 
 
-def groups_of(chosen: list[Case], most: float = MEMORY, layers: int = 0) -> list[list[Case]]:
-    """Those of ``chosen`` that fit on the GPUs together, in their order. ``layers``: 0 is all of them."""
+def groups_of(chosen: list[Case], most: float = MEMORY, layers: int = 0, cache: float = 0) -> list[list[Case]]:
+    """Those of ``chosen`` that fit on the GPUs together, in their order. ``layers``: 0 is all of them; ``cache``: GiB of keys and values, 0 is what every row needs."""
     groups: list[list[Case]] = []
     for case in chosen:
-        if not groups or sum(gib_of(c, layers) for c in [*groups[-1], case]) > most:
+        if not groups or sum(gib_of(c, layers, cache) for c in [*groups[-1], case]) > most:
             groups.append([])
         groups[-1].append(case)
     return groups
 
 
-def gib_of(case: Case, layers: int = 0) -> float:
+def gib_of(case: Case, layers: int = 0, cache: float = 0) -> float:
     """About what an engine takes of the first GPU: its share of weights and KV cache, and 3 GiB for activations, graphs and the CUDA context."""
     every = serve.LAYERS[case.model]
-    whole = WEIGHTS[case.model] * (layers or every) / every + serve.KV_BYTES[case.model] / serve.GIB
+    whole = WEIGHTS[case.model] * (layers or every) / every + (cache or serve.KV_BYTES[case.model] / serve.GIB)
     return whole / (1 if case.parallel == "one" else 2) + 3
 
 
@@ -168,7 +169,7 @@ def measure_engines(args: argparse.Namespace, sheet: Sheet, end: float, work: Pa
     rows = [name for name, (kind, number, _) in table.items() if not args.rows or {kind, str(number), name} & {*args.rows}]
     chosen = cases(args)
     models = [args.models] if args.at_once else [[model] for model in args.models]
-    for group in [group for together in models for group in groups_of([case for case in chosen if case.model in together], layers=args.layers)]:
+    for group in [group for together in models for group in groups_of([c for c in chosen if c.model in together], args.memory, args.layers, args.cache_gib)]:
         if time.monotonic() > end:
             print(f"not begun, no time is left: {', '.join(map(str, group))}", flush=True)
             continue
@@ -298,6 +299,7 @@ def main() -> int:
     parser.add_argument("--rows", type=names, default=[], help="kinds (start, decode, prompt, throughput), batches, or whole names; default: all")
     parser.add_argument("--layers", type=int, default=0, help="default: all of them; 4 of generate")
     parser.add_argument("--at-once", action="store_true", help="start engines of several models together")
+    parser.add_argument("--memory", type=float, default=MEMORY, help="GiB of a GPU that engines which start together may take: 130 on an H200")
     parser.add_argument("--stand", type=float, default=300, help="seconds after which engines that do not stand yet are left for later")
     parser.add_argument("--budget", type=float, default=3600, help="seconds after which nothing more is begun")
     parser.add_argument("--batches", type=names, default=["1", "8", "32"], help="of generate; each is compiled anew")

@@ -107,7 +107,7 @@ def worker(args: argparse.Namespace) -> None:
     llm = LLM(
         model=str(folder), quantization=WHO[args.worker], load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", disable_log_stats=True,
         max_model_len=128 if smoke else 9000, max_num_seqs=4 if smoke else 64, max_num_batched_tokens=128 if smoke else 8192, enable_prefix_caching=False,
-        gpu_memory_utilization=0.05, kv_cache_dtype=args.kv, kv_cache_memory_bytes=KV_BYTES[args.worker_model] // args.tp, additional_config=additional, enforce_eager=args.eager, **ranks,
+        gpu_memory_utilization=0.05, kv_cache_dtype=args.kv, kv_cache_memory_bytes=kv_bytes(args.worker_model, args) // args.tp, additional_config=additional, enforce_eager=args.eager, **ranks,
         **({} if smoke else {"compilation_config": {"cudagraph_capture_sizes": [1, 8, 32, 64]}}),
     )  # fmt: skip
     answer({"ready": 1e3 * (time.time() - began), **versions()})
@@ -210,7 +210,7 @@ class Engine:
         home = work / name
         (home / "model").mkdir(parents=True)
         command = [sys.executable, __file__, "--worker", who, "--worker-model", model, "--folder", str(home / "model"), "--additional", args.additional]
-        command += ["--layers", str(args.layers), "--tp", str(tp), "--kv", args.kv]
+        command += ["--layers", str(args.layers), "--tp", str(tp), "--kv", args.kv, "--cache-gib", str(args.cache_gib)]
         command += [f"--{name}" for name, wanted in (("smoke", args.smoke), ("eager", args.eager), ("ep", ep)) if wanted]
         env = os.environ | {name: str(home / name) for name in CACHES} | (env or {})
         if args.runner:
@@ -276,9 +276,15 @@ def run(models: list[str], rows: list[str], args: argparse.Namespace, work: Path
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Options of vLLM that both engines get, and that are a part of the rows' names."""
+    """Options of vLLM that both engines get. ``--kv`` and ``--runner`` are a part of the rows' names."""
     parser.add_argument("--kv", default="auto", help="vLLM's --kv-cache-dtype: fp8")
     parser.add_argument("--runner", choices=("v1", "v2"), help="vLLM's model runner; default: its own choice")
+    parser.add_argument("--cache-gib", type=float, default=0, help="GiB of a model's KV cache; default: what every row needs")
+
+
+def kv_bytes(model: str, args: argparse.Namespace) -> int:
+    """Of all ranks together."""
+    return int(args.cache_gib * GIB) or KV_BYTES[model]
 
 
 def named(row: str, args: argparse.Namespace) -> str:

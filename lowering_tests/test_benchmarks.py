@@ -301,6 +301,7 @@ def test_on_gpus(tmp_path, monkeypatch):
     groups = on_gpus.groups_of(every)
     assert [case for group in groups for case in group] == every, "each once, in order"
     assert all(sum(map(on_gpus.gib_of, group)) <= on_gpus.MEMORY for group in groups) and len(groups) < len(every)
+    assert on_gpus.gib_of(every[-1], cache=8) == on_gpus.gib_of(every[-1]) - (22 - 8) / 2, "of half of a 70B model's cache"
     tokens = {"one": {"1": {"tokens": [[1, 2], [3, 4]]}}, "tp": {"1": {"tokens": [[1, 2], [3, 5]]}}}
     assert [on_gpus.tell_tokens("tiny", "1", tokens, {"1": 0.01, "logits": error}) for error in (0.01, 0.9)] == [0, 1], "a tie, and something else"
 
