@@ -2,6 +2,8 @@
 
 Each layer in dense NVFP4 and, where few tokens decode (``--sparse-tokens``), with 2:4-sparse experts, whose goal is 0.85 of the dense time.
 
+``--ranks N``: one rank's part of expert parallelism, which has 1 / N of the experts and sees every token.
+
 Cold L2, CUDA-graph replay, medians; every call of a pass routes to other experts. ``--sweep`` times the tiles of the decode and grouped
 kernels instead. Other libraries are timed where they can be imported (:mod:`moe_peers`). ``--cpu`` times small layers on this CPU (CPU time of a call, the fastest of
 ``CPU_CALLS``: on a busy machine the clock on the wall says little). ``--smoke`` runs two tiny layers on a CPU, without a graph: it shows that the script works, and its figures mean nothing.
@@ -39,7 +41,7 @@ Parts = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]  # of gate_up and of down,
 
 @dataclass(frozen=True)
 class Layer:
-    """``goals``: microseconds asked for at TOKENS on an H200."""
+    """``goals``: microseconds asked for at TOKENS on an H200. ``ranks``: the experts lie on so many, and this is the first of them."""
 
     name: str
     experts: int
@@ -49,6 +51,14 @@ class Layer:
     act: Activation = SILU
     biased: bool = False
     goals: tuple[float, ...] = ()
+    ranks: int = 1
+
+    @property
+    def held(self) -> int:
+        return self.experts // self.ranks
+
+    def of_ranks(self, ranks: int) -> Layer:
+        return self if ranks == 1 else replace(self, name=f"{self.name} 1/{ranks}", goals=(), ranks=ranks)
 
 
 LAYERS = (
@@ -71,10 +81,10 @@ def packed(layer: Layer, device: str, sparse: bool = False) -> Parts:
 
 def _packed(n: int, k: int, layer: Layer, device: str, sparse: bool) -> tuple[Tensor, ...]:
     def codes(per_byte: int) -> Tensor:
-        return torch.randint(0, 256, (layer.experts, n, k // per_byte), dtype=torch.uint8, device=device)
+        return torch.randint(0, 256, (layer.held, n, k // per_byte), dtype=torch.uint8, device=device)
 
-    scale = torch.randint(0x28, 0x40, (layer.experts, n, k // 16), dtype=torch.uint8, device=device).view(nvfp4.SCALE_DTYPE)
-    scales = scale, (torch.rand(layer.experts, device=device) + 0.5) / k**0.5 / 8
+    scale = torch.randint(0x28, 0x40, (layer.held, n, k // 16), dtype=torch.uint8, device=device).view(nvfp4.SCALE_DTYPE)
+    scales = scale, (torch.rand(layer.held, device=device) + 0.5) / k**0.5 / 8
     if not sparse:
         return codes(2), *scales
     legal = torch.tensor([a | b << 4 for a in sparse24.NIBBLES for b in sparse24.NIBBLES], dtype=torch.uint8, device=device)
@@ -99,8 +109,10 @@ class Case:
         self.dtype = torch.bfloat16
         self.x = torch.randn(tokens, layer.hidden, device=device).to(self.dtype)
         self.routing = routings(layer, tokens, device, ROUTINGS if tokens <= 128 else 4)
+        everywhere = torch.arange(layer.experts, dtype=torch.int32, device=device)
+        self.map = None if layer.ranks == 1 else everywhere.where(everywhere < layer.held, -1)
         shapes = (2 * layer.inner, layer.hidden)
-        self.biases = tuple(torch.randn(layer.experts, n, device=device).to(self.dtype) if layer.biased else None for n in shapes)
+        self.biases = tuple(torch.randn(layer.held, n, device=device).to(self.dtype) if layer.biased else None for n in shapes)
 
     def time(self, call: Callable[[int], object]) -> float:
         if self.device == "cuda":
@@ -114,7 +126,7 @@ class Case:
         return fastest * 1e6
 
     def call(self, i: int) -> MoeCall:
-        return MoeCall(self.x, *self.routing[i], *map(ExpertWeight.of_parts, self.parts, self.biases), self.layer.act)  # type: ignore[call-arg]
+        return MoeCall(self.x, *self.routing[i], *map(ExpertWeight.of_parts, self.parts, self.biases), self.layer.act, expert_map=self.map)  # type: ignore[call-arg]
 
     def ours(self, i: int) -> Tensor:
         return torch.ops.fp4.moe(*self.call(i).flat())
@@ -247,6 +259,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
     parser.add_argument("--sparse-tokens", type=int, nargs="*", default=list(SPARSE_TOKENS), help="the same for 2:4-sparse experts")
     parser.add_argument("--layers", nargs="+", default=[layer.name for layer in LAYERS], choices=[layer.name for layer in LAYERS])
+    parser.add_argument("--ranks", type=int, default=1, help="of expert parallelism: times the first one's part, without peers")
     parser.add_argument("--no-peers", dest="peers", action="store_false", help="leave Transformers' bf16 implementations and other libraries out")
     parser.add_argument("--sweep", action="store_true", help="time tiles")
     parser.add_argument("--cpu", action="store_true", help="small layers on this CPU")
@@ -256,10 +269,10 @@ def main() -> None:
     torch.manual_seed(0)
     if args.smoke or args.cpu:
         layers, tokens, sparse_tokens = (TINY, (1, 4, 33), (1, 4, 33)) if args.smoke else (CPU_LAYERS, CPU_TOKENS, ())
-        rows = list(measure(layers, tokens, "cpu", args.peers, sparse_tokens))
+        rows = list(measure(tuple(layer.of_ranks(args.ranks) for layer in layers), tokens, "cpu", args.peers and args.ranks == 1, sparse_tokens))
     else:
-        chosen = tuple(layer for layer in LAYERS if layer.name in args.layers)
-        rows = list(sweep(chosen, tuple(args.tokens)) if args.sweep else measure(chosen, tuple(args.tokens), "cuda", args.peers, tuple(args.sparse_tokens)))
+        chosen, peers = tuple(layer.of_ranks(args.ranks) for layer in LAYERS if layer.name in args.layers), args.peers and args.ranks == 1
+        rows = list(sweep(chosen, tuple(args.tokens)) if args.sweep else measure(chosen, tuple(args.tokens), "cuda", peers, tuple(args.sparse_tokens)))
     save(rows, "moe_sweep.csv" if args.sweep else "moe.csv", args.out, args.smoke or args.cpu)
 
 

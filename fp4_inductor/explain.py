@@ -287,7 +287,7 @@ def _described(op: Any, args: tuple) -> tuple[str, int, torch.Tensor, int, int, 
         biases = (b.dtype for b in (gate_up.bias, down.bias) if b is not None)
         moe_op = select.moe_op(gate_up.meta, down.meta)
         form = select.moe_form(call.activation.name, call.gated, call.inner, call.experts, call.weight_on_input, biases, moe_op)
-        counts = select.Counts(call.experts, select.scales_of(gate_up.global_scale.shape))
+        counts = select.Counts(call.chosen_from, select.scales_of(gate_up.global_scale.shape))
         return moe_op, call.assignments, x, call.width, x.shape[1], call.prefill, form, counts
     if op in (fp4.decode_attention.default, fp4.cached_attention.default):
         (_, heads, queries, d), kv_heads = args[0].shape, args[1].shape[1]

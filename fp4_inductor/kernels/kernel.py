@@ -50,7 +50,7 @@ class Call:
         n, k: weight shape; of ``fp4.decode_attention`` the number of heads and their width.
         prefill: as in :class:`fp4_inductor.NVFP4Config`.
         csrc: empty if the CUDA sources are compiled for this GPU, else why they are not.
-        experts: E of ``fp4.moe``, whose M is T * k; 1 elsewhere.
+        experts: of ``fp4.moe``, whose M is T * k, how many a token's are chosen from, those of other ranks included; 1 elsewhere.
         triton: the version of Triton here; (0, 0): there is none.
         form: of ``fp4.moe``, :func:`fp4_inductor.kernels.select.moe_form`; of ``fp4.decode_attention``, ``select.attention_form``.
         scales: how many global scales the weight has; of ``fp4.moe`` an expert's first one.

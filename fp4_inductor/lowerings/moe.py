@@ -32,7 +32,9 @@ def lower(*args):
         _, top_k = call.expert_ids.get_size()
         m = inductor.rows_of(call.expert_ids) * top_k
         op, k = select.moe_op(call.gate_up.meta, call.down.meta), stored * (2 if call.gate_up.meta is None else 4)
-        form, counts = _form(op, symbols, experts, call), select.Counts(experts, select.scales_of(call.gate_up.global_scale.get_size()))
+        everywhere = None if call.expert_map is None else symbols.static_int(call.expert_map.get_size()[0])
+        chosen_from = max(experts, everywhere or 0)  # as MoeCall.chosen_from
+        form, counts = _form(op, symbols, experts, call), select.Counts(chosen_from, select.scales_of(call.gate_up.global_scale.get_size()))
         described = select.describe(op, call.hidden.get_device(), call.hidden.get_dtype(), width, k, call.prefill, form, counts)
         options = plan(described, dispatch_config())
         record(options, known(options, m, symbols, _RUNTIME), m)

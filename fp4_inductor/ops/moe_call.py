@@ -173,6 +173,11 @@ class MoeCall:
         return self.gate_up.experts
 
     @property
+    def chosen_from(self) -> int:
+        """Experts that the assignments are spread over: those of all ranks, if there is a map. Kernels and tiles are chosen by assignments for each of these."""
+        return self.experts if self.expert_map is None else max(self.experts, self.expert_map.shape[0])
+
+    @property
     def inner(self) -> int:
         """I: what lies between the two products."""
         return self.down.k

@@ -73,7 +73,20 @@ def test_a_kernel_is_asked_for_with_what_the_weights_are(as_on_a_gpu):
             op, hidden, pairs, width, k, prefill, form, counts = as_on_a_gpu.call_args.args
             assert (op == "sparse_moe") == any(w.meta is not None for w in (call.gate_up, call.down)), what
             assert hidden is call.hidden and (pairs, width, k, prefill) == (call.expert_ids.numel(), call.down.n, call.hidden.shape[1], "auto"), what
-            assert counts == (call.gate_up.experts, 2 if call.two_scales else 1) and ("weight_on_input" in form) == call.weight_on_input, what
+            assert counts == (call.chosen_from, 2 if call.two_scales else 1) and ("weight_on_input" in form) == call.weight_on_input, what
+
+
+def test_a_rank_expects_its_share_of_the_assignments(as_on_a_gpu):
+    """A kernel that is right for one assignment an expert is not asked for because a rank has half of the experts and sees every token."""
+    _, call = calls()[0]
+    experts = held_by(call)
+    experts.asked = cuda.asked_by(call.gate_up, call.down, call.activation, call.weight_on_input)
+    everywhere = torch.cat([torch.arange(call.experts), torch.full((call.experts,), -1)])
+    for table, chosen_from in ((None, call.experts), (everywhere, 2 * call.experts), (everywhere[:1], call.experts)):
+        with pytest.raises(ReachedError):
+            experts(*tokens(call)[:3], table)
+        assert as_on_a_gpu.call_args.args[-1].experts == chosen_from
+    assert experts.asked.counts.experts == call.experts, "the next call may have no map"
 
 
 def test_a_call_is_checked_once():

@@ -12,6 +12,7 @@ from fp4_inductor._torch import capture
 from fp4_inductor.lowerings.journal import listen
 from fp4_inductor.modules import FP4Experts, FP4ExpertWeight, Sparse24ExpertWeight
 from fp4_inductor.ops.activation import Activation
+from fp4_inductor.ops.moe_call import fields_of_parts, flat
 from lowering_tests.fake_cuda import call, code_generation
 
 E, H, INNER, K = 16, 128, 64, 2
@@ -51,6 +52,27 @@ def test_where_the_cuda_kernels_are_compiled(t, kernel):
     assert out[0].count("torch.ops.fp4.moe.default(") == 1
     refused = {r.kernel.name: r.reason for r in entries[1].refused}
     assert refused["cuda_moe_wide"] == 'does not take activation="gelu"'
+
+
+class Rank(torch.nn.Module):
+    """One of two ranks, with half of the experts: it sees every token."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = experts()
+        self.register_buffer("map", torch.zeros(2 * E, dtype=torch.int32, device="cuda"))
+
+    def forward(self, x, ids, weights):
+        parts = [fields_of_parts(w.parts(), w.bias) for w in (self.experts.first, self.experts.down_proj)]
+        return torch.ops.fp4.moe.default(*flat((x, ids, weights), *parts, self.experts.activation, expert_map=self.map))
+
+
+@pytest.mark.parametrize(("t", "kernel"), [(8, "triton_moe_decode"), (10, "cuda_moe_wide"), (384, "cuda_moe_wide"), (385, "cuda_moe_wide_fp8")])
+def test_a_rank_expects_its_share_of_the_assignments(t, kernel):
+    """Bounds of the test above, twice: half of the assignments are another rank's."""
+    with code_generation(csrc=""), listen() as entries:
+        call(torch.compile(Rank(), fullgraph=True, dynamic=False), *tokens(t))
+    assert [(e.decision.how, e.decision.row.kernel, e.experts) for e in entries] == [("proven", kernel, 2 * E)]
 
 
 @pytest.mark.parametrize("kinds", [(Sparse24ExpertWeight, Sparse24ExpertWeight), (FP4ExpertWeight, Sparse24ExpertWeight)])

@@ -47,7 +47,8 @@ def serve(call: MoeCall, asked: Asked) -> Tensor:
         return hidden.new_zeros((hidden.shape[0], asked.width))
     if k == 0 or call.inner == 0:  # biases alone remain; a shape no model has
         return contract.reference(call)
-    kernel = host.row_for(asked.op, hidden, call.assignments, asked.width, k, call.prefill, asked.form, asked.counts).implementation
+    counts = asked.counts if call.expert_map is None else asked.counts._replace(experts=call.chosen_from)
+    kernel = host.row_for(asked.op, hidden, call.assignments, asked.width, k, call.prefill, asked.form, counts).implementation
     launch = kernel.source()
     if kernel.name == BY_EXPERT:
         return launch(call)

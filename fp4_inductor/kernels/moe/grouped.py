@@ -43,7 +43,7 @@ def grouped(call: MoeCall, tile: GroupedConfig | None = None) -> Tensor:
     """Routing, two grouped tensor-core products with the weights decoded in registers, the sum: four launches; see :mod:`.triton_grouped`."""
     from .triton_grouped import moe_grouped_down, moe_grouped_up
 
-    c = tile or tile_for(call.assignments, call.experts, call.gated)
+    c = tile or tile_for(call.assignments, call.chosen_from, call.gated)
     routing = route(call, c.block_m)
     n_slots = routing.tile_expert.shape[0]
     dtype, device = call.hidden.dtype, call.hidden.device

@@ -56,7 +56,7 @@ def launch(call: MoeCall, arch: int, asked: Tile | None = None, fp8: bool = Fals
     """
     from . import on_csrc
 
-    assignments, experts = call.assignments, call.experts
+    assignments, experts = call.assignments, call.chosen_from
     tokens, gathers = asked or (tile_fp8(assignments, experts) if fp8 else tile(assignments, experts, call.hidden.shape[1], call.inner))
     return on_csrc.launch(FP8 if fp8 else NAME, call, tokens, int(gathers), arch)
 

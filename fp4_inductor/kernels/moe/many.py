@@ -70,7 +70,7 @@ def large_dense(call: MoeCall) -> Tensor:
 
 def large_fp8(call: MoeCall, tile: ManyConfig | None = None) -> Tensor:
     """Grouped FP8 products of :func:`.triton_many.moe_many_product`; tokens rounded to E4M3 per row."""
-    c = tile or tile_for(call.assignments, call.experts)
+    c = tile or tile_for(call.assignments, call.chosen_from)
 
     def product(rows: Rows, weight: ExpertWeight, routing: Routing, dtype: torch.dtype) -> Tensor:
         return multiply_fp8(rows, transient_fp8(weight, routing.ends), weight.global_scale, routing, dtype, c)
