@@ -4,6 +4,7 @@
     python benchmarks/serve.py --models 8b --rows decode,prompt --out serve.csv
     python benchmarks/serve.py --models 8b,30b --at-once         # all four engines share the GPU (139 GiB); saves one start
     python benchmarks/serve.py --models 8b --rows decode --kv fp8 --runner v2    # a KV cache in FP8; vLLM's second model runner
+    python benchmarks/serve.py --models 30b --rows "prompt 2048,prompt 2049" --graphs 2048    # a prompt as a CUDA graph, and one that is too long for it
     python benchmarks/serve.py --models tiny --smoke             # on a CPU: what runs, not how fast
 
 A model is a config.json alone with random weights (``load_format="dummy"``), so nothing is fetched or written. Each engine is a
@@ -19,6 +20,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import statistics
 import subprocess
 import sys
@@ -49,6 +51,7 @@ SMOKE = {
     "prompt 64": ("prompt", 1, 64),
     "8 requests, 4 at once, 16 in, 4 out": ("throughput", 8, 16),
 }
+LARGE_GRAPHS = (256, 512, 1024, 2048, 4096)  # tokens of a step, of --graphs
 GIB = 1 << 30
 _ANSWERS = sys.stdout  # of a worker: the pipe to the process that asks
 LAYERS = {"8b": 36, "30b": 48, "70b": 80, "tiny": 2}
@@ -108,19 +111,24 @@ def worker(args: argparse.Namespace) -> None:
         model=str(folder), quantization=WHO[args.worker], load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", disable_log_stats=True,
         max_model_len=128 if smoke else 9000, max_num_seqs=4 if smoke else 64, max_num_batched_tokens=128 if smoke else 8192, enable_prefix_caching=False,
         gpu_memory_utilization=0.05, kv_cache_dtype=args.kv, kv_cache_memory_bytes=kv_bytes(args.worker_model, args) // args.tp, additional_config=additional, enforce_eager=args.eager, **ranks,
-        **({} if smoke else {"compilation_config": {"cudagraph_capture_sizes": [1, 8, 32, 64]}}),
+        **({} if smoke else {"compilation_config": {"cudagraph_capture_sizes": [1, 8, 32, 64, *(n for n in LARGE_GRAPHS if n <= args.graphs)]}}),
     )  # fmt: skip
     answer({"ready": 1e3 * (time.time() - began), **versions()})
     if WHO[args.worker]:
         for line in llm.collective_rpc(chosen)[0]:  # of the first rank: they compile the same
             print(f"| {line}", file=_ANSWERS, flush=True)
-    rows = SMOKE if smoke else ROWS
     for line in sys.stdin:
         name = json.loads(line)
         try:
-            answer({"ms": profile(llm, *rows[name[8:]]) if name.startswith("profile ") else measure(llm, *rows[name])})
+            answer({"ms": profile(llm, *row_of(name[8:])) if name.startswith("profile ") else measure(llm, *row_of(name))})
         except Exception as error:
             answer({"error": f"{type(error).__name__}: {error}"})
+
+
+def row_of(name: str) -> tuple[str, int, int]:
+    """Of the tables, or a prompt of any length: ``"prompt 1024"``."""
+    found = re.fullmatch(r"prompt (\d+)", name)
+    return (ROWS | SMOKE).get(name) or ("prompt", 1, int(found[1]) if found else 0)
 
 
 def chosen(worker: Any) -> list[str]:
@@ -210,7 +218,7 @@ class Engine:
         home = work / name
         (home / "model").mkdir(parents=True)
         command = [sys.executable, __file__, "--worker", who, "--worker-model", model, "--folder", str(home / "model"), "--additional", args.additional]
-        command += ["--layers", str(args.layers), "--tp", str(tp), "--kv", args.kv, "--cache-gib", str(args.cache_gib)]
+        command += ["--layers", str(args.layers), "--tp", str(tp), "--kv", args.kv, "--cache-gib", str(args.cache_gib), "--graphs", str(args.graphs)]
         command += [f"--{name}" for name, wanted in (("smoke", args.smoke), ("eager", args.eager), ("ep", ep)) if wanted]
         env = os.environ | {name: str(home / name) for name in CACHES} | (env or {})
         if args.runner:
@@ -276,9 +284,10 @@ def run(models: list[str], rows: list[str], args: argparse.Namespace, work: Path
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Options of vLLM that both engines get. ``--kv`` and ``--runner`` are a part of the rows' names."""
+    """Options of vLLM that both engines get. All but ``--cache-gib`` are a part of the rows' names."""
     parser.add_argument("--kv", default="auto", help="vLLM's --kv-cache-dtype: fp8")
     parser.add_argument("--runner", choices=("v1", "v2"), help="vLLM's model runner; default: its own choice")
+    parser.add_argument("--graphs", type=int, default=64, help="a step of up to so many tokens is a CUDA graph (but for attention, where it has a prompt)")
     parser.add_argument("--cache-gib", type=float, default=0, help="GiB of a model's KV cache; default: what every row needs")
 
 
@@ -288,14 +297,17 @@ def kv_bytes(model: str, args: argparse.Namespace) -> int:
 
 
 def named(row: str, args: argparse.Namespace) -> str:
-    return row + ("" if args.kv == "auto" else f", KV cache in {args.kv}") + (f", {args.runner} runner" if args.runner else "")
+    graphs = f", CUDA graphs up to {args.graphs} tokens" if args.graphs > 64 else ""
+    return row + ("" if args.kv == "auto" else f", KV cache in {args.kv}") + (f", {args.runner} runner" if args.runner else "") + graphs
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="8b,30b", help="8b, 30b, 70b, tiny")
     parser.add_argument("--layers", type=int, default=0, help="default: all of them")
-    parser.add_argument("--rows", default="", help="start, decode, prompt, throughput (kinds), or whole names, with commas; default: all")
+    parser.add_argument(
+        "--rows", default="", help='start, decode, prompt, throughput (kinds), or whole names, with commas; default: all; "prompt N" may have any N'
+    )
     parser.add_argument("--who", default="marlin,fp4_inductor")
     parser.add_argument("--at-once", action="store_true", help="start the engines of all models together; else model by model")
     parser.add_argument("--additional", default="", help="JSON for the plugin, e.g. '{\"bounds\": [1, 16]}'")
@@ -319,6 +331,7 @@ def main() -> None:
     table = SMOKE if args.smoke else ROWS
     wanted = [part.strip() for part in args.rows.split(",") if part.strip()]
     rows = [name for name, (kind, _, _) in table.items() if not wanted or kind in wanted or name in args.rows]
+    rows += [name for name in wanted if name not in table and re.fullmatch(r"prompt \d+", name)]
     models = args.models.split(",")
     with open(args.out, "w", newline="") as file, tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as work:
         writer = csv.writer(file)
