@@ -163,7 +163,7 @@ def arch_of(device: torch.device) -> int:
 
 
 class Counts(NamedTuple):
-    """How many matrices ``[N, K]`` a token's are chosen from (of ``fp4.moe``: :attr:`.MoeCall.chosen_from`; else 1), and how many global scales one of them has."""
+    """How many matrices ``[N, K]`` a token's are chosen from (of ``fp4.moe`` :attr:`.MoeCall.chosen_from`, else 1), and how many global scales one has."""
 
     experts: int = 1
     scales: int = 1

@@ -174,7 +174,7 @@ class MoeCall:
 
     @property
     def chosen_from(self) -> int:
-        """Experts that the assignments are spread over: those of all ranks, if there is a map. Kernels and tiles are chosen by assignments for each of these."""
+        """Experts that the assignments are spread over: those of all ranks, if there is a map. Kernels and tiles are chosen by how many each gets."""
         return self.experts if self.expert_map is None else max(self.experts, self.expert_map.shape[0])
 
     @property

@@ -190,6 +190,29 @@ def test_the_schedule_is_left_out_where_nobody_reads_it(layer, monkeypatch):
         assert built.pop() == fast
 
 
+@pytest.mark.parametrize(
+    ("queries", "tokens", "drafts", "in_a_graph"), [(1, 600, 0, True), (512, 512, 0, True), (600, 601, 0, False), (3, 600, 0, False), (3, 600, 2, True)]
+)
+def test_a_prompt_of_a_large_graph_has_no_buffers_of_a_whole_one(monkeypatch, queries, tokens, drafts, in_a_graph):
+    """FlashAttention is asked for a fixed number of parts up to ``max_cudagraph_size`` tokens: 1 GiB of sums for a prompt of 2,048."""
+    seen = []
+
+    def init(self, vllm_config):
+        self.vllm_config, self.max_cudagraph_size = vllm_config, 2048
+
+    monkeypatch.setattr(engine.FlashAttentionMetadataBuilder, "__init__", init)
+    monkeypatch.setattr(engine.FlashAttentionMetadataBuilder, "build", lambda self, *args: seen.append(self.max_cudagraph_size))
+    speculative = SimpleNamespace(num_speculative_tokens=drafts) if drafts else None
+    step = SimpleNamespace(max_query_len=queries, num_actual_tokens=tokens)
+    for ours in (True, False):
+        builder = Builder(SimpleNamespace(quant_config=SimpleNamespace(of_fp4_inductor=ours), speculative_config=speculative))
+        builder._are_all_served = False
+        builder.build(0, step)
+        builder.build(0, SimpleNamespace(max_query_len=1, num_actual_tokens=8))
+        assert seen == [2048 if in_a_graph or not ours else None, 2048]
+        seen.clear()
+
+
 def test_replaced_once():
     backend = engine.AttentionBackendEnum.FLASH_ATTN
     for _ in range(2):

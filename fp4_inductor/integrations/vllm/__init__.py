@@ -38,12 +38,13 @@ def _register() -> None:
         engine.register_quantization_config(NAME)(config_that_refuses(version, _ANYWAY))
         return
     from ..._torch.amx import ask_for_tiles
-    from . import compiling
+    from . import compiling, graphs
     from .entry import FP4Config
 
     engine.register_quantization_config(NAME)(FP4Config)
     compiling.register()
     engine.stream_weights(_own_weights)
+    engine.add_graphs(graphs.more_tokens)
     if not torch.cuda.is_available():
         # vLLM's attention on a CPU uses AMX tiles and trusts that some oneDNN product in bfloat16 has asked the kernel for them
         # before. With our layers none has before the first prompt, and the process dies of SIGILL.

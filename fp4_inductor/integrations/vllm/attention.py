@@ -27,6 +27,7 @@ from ...kernels.paged_attention.cuda import MOST_ROWS, NAME, NAME_OF_FP8, TOKENS
 from ...ops.paged_attention import CODES
 from . import engine
 from .engine import AttentionCGSupport, FlashAttentionBackend, FlashAttentionImpl, FlashAttentionMetadataBuilder, get_current_vllm_config_or_none
+from .graphs import VLLMS_OWN
 from .log import say_once
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -52,6 +53,13 @@ class Backend(FlashAttentionBackend):
 class Builder(FlashAttentionMetadataBuilder):
     """What a step's attention is called with. Without layers of ours it is vLLM's."""
 
+    max_cudagraph_size: int | None
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._whole_graphs, speculative = self.max_cudagraph_size, getattr(self.vllm_config, "speculative_config", None)
+        self._most_queries = 1 + (getattr(speculative, "num_speculative_tokens", 0) or 0)
+
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
         support = super().get_cudagraph_support(vllm_config, kv_cache_spec)
@@ -60,6 +68,11 @@ class Builder(FlashAttentionMetadataBuilder):
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         """Without FlashAttention 3's schedule where every layer attends by ``fp4.paged_attention``: making it costs each step launches and time of the host."""
         one_each = common_attn_metadata.max_query_len == 1 and not common_prefix_len
+        if _is_ours(self.vllm_config):
+            # In a step of up to so many tokens FlashAttention is made to split keys into 32 parts, with memory for the sums of all, because in a CUDA graph it
+            # may not choose. A prompt of more than 512 tokens lies in no whole graph, though graphs.TOKENS are larger: 1 GiB for 2,048 tokens of 32 heads.
+            prompt = common_attn_metadata.max_query_len > self._most_queries and common_attn_metadata.num_actual_tokens > VLLMS_OWN
+            self.max_cudagraph_size = None if prompt else self._whole_graphs
         return super().build(common_prefix_len, common_attn_metadata, fast_build or (one_each and self._are_all_served))
 
     @functools.cached_property

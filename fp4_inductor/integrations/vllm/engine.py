@@ -64,6 +64,8 @@ _WHERE = {
     "get_tp_group": "vllm.distributed.parallel_state",
     "model_parallel_is_initialized": "vllm.distributed.parallel_state",
     "CompilationMode": "vllm.config",
+    "CUDAGraphMode": "vllm.config",
+    "VllmConfig": "vllm.config",
     "get_current_vllm_config_or_none": "vllm.config",
     "current_platform": "vllm.platforms",
     "init_logger": "vllm.logger",
@@ -142,6 +144,30 @@ def replace_flash_attention(path: str) -> None:
     if backend.get_path() != path:
         __getattr__("register_backend")(backend, path)
         importlib.import_module(_SELECTOR)._cached_get_attn_backend.cache_clear()
+
+
+def add_graphs(more: Callable[[Any], list[int]]) -> None:
+    """Let vLLM capture steps of ``more(vllm_config)`` tokens, beyond those that it captures by itself. Sizes that the user or the model has set stay.
+
+    May be called again.
+    """
+    config = __getattr__("VllmConfig")
+    original = config._set_cudagraph_sizes
+    if hasattr(original, "_fp4_inductor"):
+        return
+
+    @functools.wraps(original)
+    def _set_cudagraph_sizes(self: Any) -> None:
+        compilation = self.compilation_config
+        given = compilation.cudagraph_capture_sizes is not None or compilation.max_cudagraph_capture_size is not None
+        original(self)
+        if not given and compilation.cudagraph_capture_sizes and (added := more(self)):
+            compilation.cudagraph_capture_sizes = [*compilation.cudagraph_capture_sizes, *added]
+            compilation.max_cudagraph_capture_size = added[-1]
+            original(self)
+
+    _set_cudagraph_sizes._fp4_inductor = True  # type: ignore[attr-defined]
+    config._set_cudagraph_sizes = _set_cudagraph_sizes
 
 
 def stream_weights(own: Callable[[Any, Path], Iterator[tuple[str, Tensor]] | None]) -> None:

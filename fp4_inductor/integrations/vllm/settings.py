@@ -13,7 +13,7 @@ from ...models.plan import Names
 from ...ops.linear import WEIGHT_ONLY
 
 KEY = "fp4_inductor"
-ROUTERS = ("auto", "vllm")
+ROUTERS = GRAPHS = ("auto", "vllm")
 SALT = "salt"  # written by this package, for vLLM's cache key
 _SEARCHES = ("amax", "four_over_six", "mse")
 
@@ -28,6 +28,7 @@ class Settings:
         ignore: layers of a bf16 checkpoint that stay in bf16, as in :func:`fp4_inductor.quantize_model`, by vLLM's names (``"qkv_proj"``).
         bounds: numbers of tokens at which vLLM begins another compile range; None: where another kernel is ahead.
         router: who chooses the experts of a token: ``"auto"``, ``fp4.router`` where it computes what vLLM's router does, or ``"vllm"``.
+        graphs: how large a step is captured in a CUDA graph: ``"auto"``, up to 2,048 tokens where a prompt would wait for the host, or ``"vllm"``.
         dispatch: fields of :class:`fp4_inductor.DispatchConfig`, which are set for the process of the engine: ``{"thresholds": {"chain": 0}}``.
 
     Raises:
@@ -39,12 +40,13 @@ class Settings:
     ignore: tuple[str, ...] = ()
     bounds: tuple[int, ...] | None = None
     router: str = "auto"
+    graphs: str = "auto"
     dispatch: Any = ()
     names: Names = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         NVFP4Config(prefill=self.prefill)  # type: ignore[arg-type]
-        for name, accepted in (("prefill", WEIGHT_ONLY), ("scale_search", _SEARCHES), ("router", ROUTERS)):
+        for name, accepted in (("prefill", WEIGHT_ONLY), ("scale_search", _SEARCHES), ("router", ROUTERS), ("graphs", GRAPHS)):
             if getattr(self, name) not in accepted:
                 raise ConfigError(
                     f"{KEY}: {name} cannot be served", value=repr(getattr(self, name)), limit=list(accepted), remedy="Leave it out for the default."
