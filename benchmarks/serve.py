@@ -111,7 +111,7 @@ def worker(args: argparse.Namespace) -> None:
         model=str(folder), quantization=WHO[args.worker], load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", disable_log_stats=True,
         max_model_len=128 if smoke else 9000, max_num_seqs=4 if smoke else 64, max_num_batched_tokens=128 if smoke else 8192, enable_prefix_caching=False,
         gpu_memory_utilization=0.05, kv_cache_dtype=args.kv, kv_cache_memory_bytes=kv_bytes(args.worker_model, args) // args.tp, additional_config=additional, enforce_eager=args.eager, **ranks,
-        **({} if smoke else {"compilation_config": {"cudagraph_capture_sizes": [1, 8, 32, 64, *(n for n in LARGE_GRAPHS if n <= args.graphs)]}}),
+        **({} if smoke or not args.graphs else {"compilation_config": {"cudagraph_capture_sizes": [1, 8, 32, 64, *(n for n in LARGE_GRAPHS if n <= args.graphs)]}}),
     )  # fmt: skip
     answer({"ready": 1e3 * (time.time() - began), **versions()})
     if WHO[args.worker]:
@@ -287,7 +287,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Options of vLLM that both engines get. All but ``--cache-gib`` are a part of the rows' names."""
     parser.add_argument("--kv", default="auto", help="vLLM's --kv-cache-dtype: fp8")
     parser.add_argument("--runner", choices=("v1", "v2"), help="vLLM's model runner; default: its own choice")
-    parser.add_argument("--graphs", type=int, default=64, help="a step of up to so many tokens is a CUDA graph (but for attention, where it has a prompt)")
+    parser.add_argument("--graphs", type=int, default=64, help="a step of up to so many tokens is a CUDA graph; 0: as vLLM and the plugin choose")
     parser.add_argument("--cache-gib", type=float, default=0, help="GiB of a model's KV cache; default: what every row needs")
 
 
@@ -297,7 +297,7 @@ def kv_bytes(model: str, args: argparse.Namespace) -> int:
 
 
 def named(row: str, args: argparse.Namespace) -> str:
-    graphs = f", CUDA graphs up to {args.graphs} tokens" if args.graphs > 64 else ""
+    graphs = {0: ", CUDA graphs by default", 64: ""}.get(args.graphs, f", CUDA graphs up to {args.graphs} tokens")
     return row + ("" if args.kv == "auto" else f", KV cache in {args.kv}") + (f", {args.runner} runner" if args.runner else "") + graphs
 
 
