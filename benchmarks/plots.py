@@ -199,7 +199,7 @@ def moe(rows: list[dict], peers: list[dict], out: Path) -> Path | None:
 
 def serve(rows: list[dict], out: Path) -> Path | None:
     """Time of vLLM with the plugin over that with its own kernels, one bar a row; the start, which is no answer to a request, is left out."""
-    rows = [row for row in rows if row["row"] != "start"]
+    rows = [row for row in rows if not row["row"].startswith("start")]
     names = list(dict.fromkeys((row["gpu"], row["model"], row["row"]) for row in rows if row["ratio"]))
     if not names:
         return None
