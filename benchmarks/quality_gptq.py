@@ -12,6 +12,7 @@ import contextlib
 import copy
 import datetime
 import functools
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -86,7 +87,7 @@ def run(name: str, label: str, device: str, count: int, only: list[str], write: 
             ppl = perplexity(log_p, batch)
             rows.append({
                 "date": datetime.date.today().isoformat(), "torch": torch.__version__, "transformers": transformers.__version__, "model": label, "text": k,
-                "tokens": count * WINDOW, "weights": part, "own_tokens": gptq.sequences(model) * gptq.TOKENS, "ppl": ppl, "kl": divergence(log_p, reference[k]),
+                "tokens": count * WINDOW, "weights": part, "own_tokens": math.prod(gptq.sequences(model)), "ppl": ppl, "kl": divergence(log_p, reference[k]),
                 "ratio": ppl / base[k],
             })  # fmt: skip
             print(f"{k:18s} {part:36s} ppl {ppl:8.3f}  kl {rows[-1]['kl']:.4f}  ratio {rows[-1]['ratio']:.4f}  {seconds:.0f} s", flush=True)

@@ -44,8 +44,9 @@ class NVFP4Config:
         scale_search: how the E4M3 scale of each block of 16 weights is chosen.
 
             * ``"auto"`` (default, needs no data): the best that fits. For a causal language model of transformers ``"gptq"`` over text that
-              it writes itself (and over ``calibration``, if it is given), if that takes about 80 seconds at most: some 12 M weights for
-              each CPU core, 3.1 G on a GPU (2.7 G of experts). If that takes longer, or fails, or has a higher KL on text that was held out,
+              it writes itself (and over ``calibration``, if it is given), if that takes about 120 seconds at most: some 19 M weights
+              for each CPU core, with less text some 54 M, 5.2 G on a GPU (4.5 G of experts). If that takes longer, or fails, or has a higher KL on
+              text that was held out,
               ``"activation"`` over ``calibration`` or over text the model writes. ``"four_over_six"`` for every other model, and
               where writing fails or would take long (above 2 G parameters on a CPU). The report says which, why, and at what KL.
             * ``"amax"``: ``amax / 6``, the plain rule.

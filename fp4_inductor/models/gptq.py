@@ -42,6 +42,10 @@ SEQUENCES, TOKENS = 64, 256
 # Of a small model on a GPU, which takes 20 s more for them. SmolLM2-135M on an H200, KL on a novel and a manual: 64 sequences 0.0645 and 0.0536, 256 sequences
 # 0.0582 and 0.0542, 512 sequences 0.0594 and 0.0531, 1,024 sequences 0.0582 and 0.0537 in 52 s more: no gain.
 SEQUENCES_GPU = 256
+# For who has not asked for "gptq", on a CPU, where its time follows the text. SmolLM2-135M, two cores, KL on 2,048 tokens of a novel and a manual: 0.0711 and
+# 0.0508 in 117 s, with all of the text 0.0602 and 0.0447 in 336 s. Others: 16 sequences of 256 tokens 0.0717 and 0.0483 in 139 s, for each token of a sequence
+# is a pass of the model; rows one by one 0.0763 and 0.0570 in 80 s, no refinement 0.0777 and 0.0522 in 88 s, rows in four groups 0.0717 and 0.0510 in 100 s.
+SEQUENCES_SHORT, TOKENS_SHORT = 32, 128
 HELD_OUT = 8  # sequences more, half of each kind, which are not calibrated on: the KL divergence is measured on them
 _AT_ONCE = 1024  # tokens of own text in one batch
 
@@ -79,6 +83,7 @@ def prepare(
     strict: bool,
     progress: bool,
     store: LayerStore | None = None,
+    short: bool = False,
 ) -> Prepared:
     """Round every linear layer and expert of ``plan`` that has enough tokens. Changes nothing.
 
@@ -86,6 +91,7 @@ def prepare(
         device: where the weights of a model on the CPU are rounded, and the rounded layers are; None: there.
         global_scales: by layer name, of siblings that share one.
         store: where each finished layer is kept, and taken from if an earlier run left it there.
+        short: with less text of its own.
 
     Raises:
         CheckpointError: ``store`` holds another run's layers, or cannot be written to.
@@ -95,8 +101,8 @@ def prepare(
     start, waiting = time.monotonic(), _waiting(model, device)
     given = given_batches(model, config)
     groups = [g for g in plan.groups if not (g[0].head and config.lm_head == "fp8")]
-    finished = None if store is None else FinishedLayers(store, model, [*groups, *plan.experts], given, _settings(config, model))
-    batches, held_out, described = text(model, given, finished)
+    finished = None if store is None else FinishedLayers(store, model, [*groups, *plan.experts], given, _settings(config, model, short))
+    batches, held_out, described = text(model, given, finished, short)
     targets = [t for g in groups for t in g]
     items: list[Target | ExpertsTarget] = [*targets, *plan.experts]
     chain = find_chain(model, items) if items else Chain([], broken="there are no linear layers and no experts")
@@ -158,12 +164,13 @@ def _waiting(model: nn.Module, device: torch.device | None) -> torch.device:
     return device if device is not None and next(model.parameters()).device == host else host
 
 
-def _settings(config: NVFP4Config, model: nn.Module) -> dict[str, Any]:
+def _settings(config: NVFP4Config, model: nn.Module, short: bool) -> dict[str, Any]:
     """What the rounded layers depend on besides the model and the text that is given."""
+    count, length = sequences(model, short)
     return {
         "siblings": config.siblings,
         "lm_head": config.lm_head,
-        "own_text": f"{sequences(model) + HELD_OUT}x{TOKENS}",
+        "own_text": f"{count + HELD_OUT}x{length}",
         "enough": ENOUGH,
         "row_groups": numbers.ROW_GROUPS,
     }
@@ -207,12 +214,14 @@ def given_batches(model: nn.Module, config: NVFP4Config) -> list[Any]:
     return given
 
 
-def sequences(model: nn.Module) -> int:
-    """How many sequences of own text ``model`` is rounded on."""
-    return SEQUENCES_GPU if self_calibration.is_quick(model) else SEQUENCES
+def sequences(model: nn.Module, short: bool = False) -> tuple[int, int]:
+    """How many sequences of own text ``model`` is rounded on, and the tokens of each."""
+    if short:
+        return SEQUENCES_SHORT, TOKENS_SHORT
+    return SEQUENCES_GPU if self_calibration.is_quick(model) else SEQUENCES, TOKENS
 
 
-def text(model: nn.Module, given: list[Any], finished: FinishedLayers | None = None) -> tuple[list[Any], list[Any], str]:
+def text(model: nn.Module, given: list[Any], finished: FinishedLayers | None = None, short: bool = False) -> tuple[list[Any], list[Any], str]:
     """``(batches, batches to measure on, the first in words)``: what the model writes, half of it from the beginning of a text and half from random
     tokens, and what is given. Of its own text a part is held out. ``finished``: has that text if an earlier run wrote it.
 
@@ -222,10 +231,11 @@ def text(model: nn.Module, given: list[Any], finished: FinishedLayers | None = N
     reason = self_calibration.why_not(model) if given else None
     if reason is not None:
         return given, [], f"{len(given)} given batches, without own text because {reason}"
-    count, half = sequences(model) + HELD_OUT, HELD_OUT // 2
+    count, length = sequences(model, short)
+    count, half = count + HELD_OUT, HELD_OUT // 2
     written = None if finished is None else finished.text()
     if written is None:
-        batch = self_calibration.write(model, count, TOKENS, random_first=count // 2, likeliest=self_calibration.ALL)[0]
+        batch = self_calibration.write(model, count, length, random_first=count // 2, likeliest=self_calibration.ALL)[0]
         written = cast(Tensor, batch["input_ids"])
         if finished is not None:
             finished.keep_text(written)

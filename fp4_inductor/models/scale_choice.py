@@ -24,8 +24,8 @@ from .sparsify_experts import PrunedExperts, weight_name
 from .substitute import Value, substituted
 
 _UNWEIGHTED: ScaleSearch = "mse"  # the same sweep as "activation", without data
-SECONDS = 80.0  # that "auto" takes for "gptq" at most, by the figures below: who asks for nothing waits for a first token
-_CPU_SECONDS = 6.3e-6  # a weight, on one core: SmolLM2-135M (106 M of them) took 336 s on two
+SECONDS = 120.0  # that "auto" takes for "gptq" at most, by the figures below: who asks for nothing waits for a first token
+_CPU_SECONDS, _CPU_SECONDS_SHORT = 6.3e-6, 2.2e-6  # a weight, on one core: SmolLM2-135M (106 M of them) took 336 s on two, with less text 112 to 117 s
 # The text, a weight of a linear layer and one of an expert, on an H100: benchmarks/results/quality_time.csv. Of a linear layer's weights 1.2 times what an H200
 # took for Qwen3-8B's size, as before.
 _GPU_TEXT, _GPU_SECONDS, _GPU_SECONDS_EXPERTS = 20.0, 1.9e-8, 2.2e-8
@@ -116,13 +116,20 @@ def choose(
 
 
 def _gptq(
-    model: nn.Module, plan: QuantizationPlan, config: NVFP4Config, device: torch.device | None, strict: bool, progress: bool, store: LayerStore | None
+    model: nn.Module,
+    plan: QuantizationPlan,
+    config: NVFP4Config,
+    device: torch.device | None,
+    strict: bool,
+    progress: bool,
+    store: LayerStore | None,
+    short: bool = False,
 ) -> ScaleChoice:
     shared: dict[str, Tensor] = {}
     for family in planned(model, plan) if config.siblings == "shared" else ():
         shared |= dict.fromkeys((t.name for t in family), shared_global_scale(family, _UNWEIGHTED))
     strict = strict and config.calibration not in (None, "self")
-    found = gptq.prepare(model, plan, config, device, shared, strict=strict, progress=progress, store=store)
+    found = gptq.prepare(model, plan, config, device, shared, strict=strict, progress=progress, store=store, short=short)
     choice = ScaleChoice(
         config,
         _by_group(plan, found.means),
@@ -151,17 +158,21 @@ def _head_inputs(plan: QuantizationPlan, means: dict[str, Any]) -> dict[str, Any
 def _automatic(
     model: nn.Module, plan: QuantizationPlan, config: NVFP4Config, device: torch.device | None, strict: bool, progress: bool, store: LayerStore | None
 ) -> ScaleChoice:
-    """The best that fits: "gptq", then "activation", then what needs no data."""
+    """The best that fits: "gptq", the same with less text, "activation", what needs no data."""
     given = config.calibration is not None and config.calibration != "self"
     if given:
         config = replace(config, calibration=list(batches_of(config.calibration)))  # perhaps read twice
-    no_gptq = _no_gptq(model, plan)
+    no_gptq = all_of_it = _no_gptq(model, plan)
+    if short := no_gptq is not None and _device_of(plan).type == "cpu":
+        no_gptq = _no_gptq(model, plan, short)
     if no_gptq is None:
         try:
-            found = _gptq(model, plan, replace(config, scale_search="gptq"), device, strict, progress, store)
+            found = _gptq(model, plan, replace(config, scale_search="gptq"), device, strict, progress, store, short)
         except (CalibrationError, NonFiniteError) as error:
             no_gptq = str(error).splitlines()[0]
         else:
+            if short:
+                found.notes.append(f'scale_search="auto": less text than scale_search="gptq" takes, with which {all_of_it}')
             return _measured_best(found)
     reason = None if given else self_calibration.why_not(model)
     if reason is None:
@@ -191,17 +202,21 @@ def _measured_best(found: ScaleChoice) -> ScaleChoice:
     return replace(found, config=config, ready={}, experts={}, predicted_kl={}, kl=found.sweep_kl, notes=[*found.notes, f'scale_search="auto": {lower}'])
 
 
-def _no_gptq(model: nn.Module, plan: QuantizationPlan) -> str | None:
-    """Why "auto" does not take "gptq", in words; None if it is worth trying."""
+def _device_of(plan: QuantizationPlan) -> torch.device:
+    modules = [*(g[0].module for g in plan.groups), *(e.module for e in plan.experts)]
+    return next((p.device for module in modules for p in module.parameters()), torch.device("cpu"))
+
+
+def _no_gptq(model: nn.Module, plan: QuantizationPlan, short: bool = False) -> str | None:
+    """Why "auto" does not take "gptq", or on a CPU "gptq" with less text (``short``), in words; None if it is worth trying."""
     reason = token_weights.why_not(model) or self_calibration.why_not(model)
     if reason is not None:
         return reason
     first = [g[0] for g in plan.groups]
     layers, experts = sum(map(weight_count, first)), sum(map(weight_count, plan.experts))
-    modules = [*(t.module for t in first), *(e.module for e in plan.experts)]
-    device = next((p.device for module in modules for p in module.parameters()), torch.device("cpu"))
+    device = _device_of(plan)
     if device.type == "cpu":
-        seconds = (layers + experts) * _CPU_SECONDS / torch.get_num_threads()
+        seconds = (layers + experts) * (_CPU_SECONDS_SHORT if short else _CPU_SECONDS) / torch.get_num_threads()
     else:
         seconds = _GPU_TEXT + layers * _GPU_SECONDS + experts * _GPU_SECONDS_EXPERTS
     if seconds > SECONDS:

@@ -83,6 +83,35 @@ def test_text_that_is_given_joins(tiny):
 
 
 @pytest.mark.parametrize("given", [False, True])
+def test_less_text_is_taken_where_that_fits(tiny, monkeypatch, given):
+    model = sharp(tiny, "llama")
+    monkeypatch.setattr(gptq, "SEQUENCES_SHORT", 8)
+    monkeypatch.setattr(gptq, "TOKENS_SHORT", 32)
+    monkeypatch.setattr(scale_choice, "_CPU_SECONDS", 1e6)
+    batches = [torch.randint(128, (4, 32))] if given else None
+    done = quantized(model, NVFP4Config(calibration=batches))
+    report = fp4_inductor.report(done)
+    assert "scale_search=gptq" in report.config
+    assert report.notes[0].startswith('scale_search="auto": "gptq" over 256 tokens that the model wrote itself' + " and 1 given batches" * given)
+    (note,) = (n for n in report.notes if n.startswith('scale_search="auto": less text than scale_search="gptq" takes, with which it would take about '))
+    assert note.endswith(" s (limit 600 s)")
+    assert report.kl is not None
+    with monkeypatch.context() as m:
+        m.setattr(gptq, "SEQUENCES", 8)
+        assert same(done, quantized(model, NVFP4Config("gptq", calibration=batches)))
+    assert not same(done, quantized(model, NVFP4Config("gptq", calibration=batches)))
+
+
+def test_a_gpu_is_not_given_less_text(tiny, monkeypatch):
+    """Its time is that of rounding, which less text does not shorten."""
+    model, asked = tiny("llama", torch.bfloat16), []
+    monkeypatch.setattr(scale_choice, "_device_of", lambda plan: torch.device("cuda"))
+    monkeypatch.setattr(scale_choice, "_no_gptq", lambda model, plan, short=False: asked.append(short) or "it would take too long")
+    quantized(model)
+    assert asked == [False]
+
+
+@pytest.mark.parametrize("given", [False, True])
 def test_what_takes_too_long_is_not_begun(tiny, monkeypatch, given):
     model = tiny("llama", torch.bfloat16)
     monkeypatch.setattr(scale_choice, "SECONDS", 0.001)

@@ -132,7 +132,8 @@ def test_input_norms_take_large_tokens_back():
 @pytest.mark.parametrize(("device", "parameters", "wanted"), [("cpu", 10, 16), ("cuda", 10, gptq.SEQUENCES_GPU), ("cuda", self_calibration.SMALL, 16)])
 def test_a_small_model_on_a_gpu_gets_more_text(device, parameters, wanted):
     model = SimpleNamespace(parameters=lambda: iter([SimpleNamespace(device=torch.device(device), numel=lambda: parameters)]))
-    assert gptq.sequences(model) == wanted
+    assert gptq.sequences(model) == (wanted, gptq.TOKENS)
+    assert gptq.sequences(model, short=True) == (gptq.SEQUENCES_SHORT, gptq.TOKENS_SHORT)
 
 
 # --- whole models -------------------------------------------------------------------------------------------------
