@@ -45,10 +45,10 @@ class NVFP4Config:
 
             * ``"auto"`` (default, needs no data): the best that fits. For a causal language model of transformers ``"gptq"`` over text that
               it writes itself (and over ``calibration``, if it is given), if that takes about 120 seconds at most: some 19 M weights
-              for each CPU core, with less text some 54 M, 5.2 G on a GPU (4.5 G of experts). If that takes longer, or fails, or has a higher KL on
-              text that was held out,
-              ``"activation"`` over ``calibration`` or over text the model writes. ``"four_over_six"`` for every other model, and
-              where writing fails or would take long (above 2 G parameters on a CPU). The report says which, why, and at what KL.
+              for each CPU core, with less text some 54 M; 5.2 G on a GPU (4.5 G of experts), with rows rounded one by one 7.1 G. If that takes
+              longer, or fails, or has a higher KL on text that was held out, ``"activation"`` over ``calibration`` or over text the model
+              writes. ``"four_over_six"`` for every other model, and where writing fails or would take long (above 2 G parameters on a CPU).
+              The report says which, why, and at what KL.
             * ``"amax"``: ``amax / 6``, the plain rule.
             * ``"four_over_six"``: per block the better of ``amax/6`` and ``amax/4`` by squared error
               (Cook et al., "Four Over Six", 2025).

@@ -91,7 +91,7 @@ def prepare(
         device: where the weights of a model on the CPU are rounded, and the rounded layers are; None: there.
         global_scales: by layer name, of siblings that share one.
         store: where each finished layer is kept, and taken from if an earlier run left it there.
-        short: with less text of its own.
+        short: what takes less time: on a CPU less text of its own, on a GPU, where rounding is most of the time, each row by itself.
 
     Raises:
         CheckpointError: ``store`` holds another run's layers, or cannot be written to.
@@ -117,7 +117,7 @@ def prepare(
             limit=f">= {ENOUGH} tokens (16,384 or more are worth their time)",
             remedy='Give more text, or use scale_search="activation".',
         )
-    moments = output_moments_of(model, groups)
+    moments = {} if _rows_by_themselves(model, short) else output_moments_of(model, groups)
     weights = fisher(model, targets, batches, chain, progress, plan.experts, moments) if items else TokenWeights()
     together = len(weights.outputs)
     enough = [g for g in groups if sum(means[t.name].rows for t in g) >= ENOUGH]
@@ -172,7 +172,7 @@ def _settings(config: NVFP4Config, model: nn.Module, short: bool) -> dict[str, A
         "lm_head": config.lm_head,
         "own_text": f"{count + HELD_OUT}x{length}",
         "enough": ENOUGH,
-        "row_groups": numbers.ROW_GROUPS,
+        "row_groups": 0 if _rows_by_themselves(model, short) else numbers.ROW_GROUPS,
     }
 
 
@@ -214,9 +214,17 @@ def given_batches(model: nn.Module, config: NVFP4Config) -> list[Any]:
     return given
 
 
+def _is_on_cpu(model: nn.Module) -> bool:
+    return next(model.parameters()).device.type == "cpu"
+
+
+def _rows_by_themselves(model: nn.Module, short: bool) -> bool:
+    return short and not _is_on_cpu(model)
+
+
 def sequences(model: nn.Module, short: bool = False) -> tuple[int, int]:
     """How many sequences of own text ``model`` is rounded on, and the tokens of each."""
-    if short:
+    if short and _is_on_cpu(model):
         return SEQUENCES_SHORT, TOKENS_SHORT
     return SEQUENCES_GPU if self_calibration.is_quick(model) else SEQUENCES, TOKENS
 

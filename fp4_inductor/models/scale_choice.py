@@ -29,6 +29,7 @@ _CPU_SECONDS, _CPU_SECONDS_SHORT = 6.3e-6, 2.2e-6  # a weight, on one core: Smol
 # The text, a weight of a linear layer and one of an expert, on an H100: benchmarks/results/quality_time.csv. Of a linear layer's weights 1.2 times what an H200
 # took for Qwen3-8B's size, as before.
 _GPU_TEXT, _GPU_SECONDS, _GPU_SECONDS_EXPERTS = 20.0, 1.9e-8, 2.2e-8
+_GPU_SECONDS_SHORT = 1.4e-8  # of a linear layer whose rows are rounded one by one: 1.2 times what an H100 took; an H200 took 85 s for Qwen3-8B's size
 # Bytes of GPU memory beside the model: float64 matrices of the widest layer's Hessian, its factors and inverse, or of the moments of most outputs; activations
 # and logits of a batch. Qwen3-8B's size, 12,288 outputs: 13.9e9 beside its weights.
 _MATRICES, _MATRICES_OF_OUTPUTS, _WORKING = 4, 8, 2e9
@@ -158,12 +159,12 @@ def _head_inputs(plan: QuantizationPlan, means: dict[str, Any]) -> dict[str, Any
 def _automatic(
     model: nn.Module, plan: QuantizationPlan, config: NVFP4Config, device: torch.device | None, strict: bool, progress: bool, store: LayerStore | None
 ) -> ScaleChoice:
-    """The best that fits: "gptq", the same with less text, "activation", what needs no data."""
+    """The best that fits: "gptq", a shorter form of it, "activation", what needs no data."""
     given = config.calibration is not None and config.calibration != "self"
     if given:
         config = replace(config, calibration=list(batches_of(config.calibration)))  # perhaps read twice
     no_gptq = all_of_it = _no_gptq(model, plan)
-    if short := no_gptq is not None and _device_of(plan).type == "cpu":
+    if short := no_gptq is not None:
         no_gptq = _no_gptq(model, plan, short)
     if no_gptq is None:
         try:
@@ -172,7 +173,8 @@ def _automatic(
             no_gptq = str(error).splitlines()[0]
         else:
             if short:
-                found.notes.append(f'scale_search="auto": less text than scale_search="gptq" takes, with which {all_of_it}')
+                less = "less text than it takes by itself, with which" if _device_of(plan).type == "cpu" else "rows one by one, for together"
+                found.notes.append(f'scale_search="auto": "gptq" with {less} {all_of_it}')
             return _measured_best(found)
     reason = None if given else self_calibration.why_not(model)
     if reason is None:
@@ -208,7 +210,7 @@ def _device_of(plan: QuantizationPlan) -> torch.device:
 
 
 def _no_gptq(model: nn.Module, plan: QuantizationPlan, short: bool = False) -> str | None:
-    """Why "auto" does not take "gptq", or on a CPU "gptq" with less text (``short``), in words; None if it is worth trying."""
+    """Why "auto" does not take "gptq", or what takes less time (``short``), in words; None if it is worth trying."""
     reason = token_weights.why_not(model) or self_calibration.why_not(model)
     if reason is not None:
         return reason
@@ -218,15 +220,15 @@ def _no_gptq(model: nn.Module, plan: QuantizationPlan, short: bool = False) -> s
     if device.type == "cpu":
         seconds = (layers + experts) * (_CPU_SECONDS_SHORT if short else _CPU_SECONDS) / torch.get_num_threads()
     else:
-        seconds = _GPU_TEXT + layers * _GPU_SECONDS + experts * _GPU_SECONDS_EXPERTS
+        seconds = _GPU_TEXT + layers * (_GPU_SECONDS_SHORT if short else _GPU_SECONDS) + experts * _GPU_SECONDS_EXPERTS
     if seconds > SECONDS:
         return f"it would take about {seconds:.0f} s (limit {SECONDS:.0f} s)"
     if device.type == "cuda":
         shapes = [dense_weight(t).shape for t in first]
         inputs = max((k for _, k in shapes), default=0)
-        outputs = max((n for (n, _), t in zip(shapes, first, strict=True) if gptq.has_output_moments(t)), default=0)
+        outputs = 0 if short else max((n for (n, _), t in zip(shapes, first, strict=True) if gptq.has_output_moments(t)), default=0)
         matrices = 8 * max(_MATRICES * inputs**2, _MATRICES_OF_OUTPUTS * outputs**2)
-        need, free = matrices + output_moments.room(model) + _WORKING, torch.cuda.mem_get_info(device)[0]
+        need, free = matrices + (0 if short else output_moments.room(model)) + _WORKING, torch.cuda.mem_get_info(device)[0]
         if need > free:
             return f"it would take about {need / 1e9:.1f} GB of GPU memory beside the model, of which {free / 1e9:.1f} GB are free"
     return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -93,7 +94,7 @@ def test_less_text_is_taken_where_that_fits(tiny, monkeypatch, given):
     report = fp4_inductor.report(done)
     assert "scale_search=gptq" in report.config
     assert report.notes[0].startswith('scale_search="auto": "gptq" over 256 tokens that the model wrote itself' + " and 1 given batches" * given)
-    (note,) = (n for n in report.notes if n.startswith('scale_search="auto": less text than scale_search="gptq" takes, with which it would take about '))
+    (note,) = (n for n in report.notes if n.startswith('scale_search="auto": "gptq" with less text than it takes by itself, with which it would take about '))
     assert note.endswith(" s (limit 600 s)")
     assert report.kl is not None
     with monkeypatch.context() as m:
@@ -102,13 +103,40 @@ def test_less_text_is_taken_where_that_fits(tiny, monkeypatch, given):
     assert not same(done, quantized(model, NVFP4Config("gptq", calibration=batches)))
 
 
-def test_a_gpu_is_not_given_less_text(tiny, monkeypatch):
+@pytest.mark.parametrize(
+    ("seconds", "short", "free", "taken"),
+    [(100.0, 50.0, 2**36, None), (1.0, 0.5, 2**36, False), (100.0, 0.5, 2**36, True), (100.0, 0.5, 2**20, None)],
+    ids=["neither fits", "all of it fits", "rows one by one fit", "no memory"],
+)
+def test_on_a_gpu_rows_are_rounded_one_by_one_where_that_fits(tiny, monkeypatch, seconds, short, free, taken):
     """Its time is that of rounding, which less text does not shorten."""
     model, asked = tiny("llama", torch.bfloat16), []
+    weights = sum(map(scale_choice.weight_count, (g[0] for g in make_plan(model).groups)))
     monkeypatch.setattr(scale_choice, "_device_of", lambda plan: torch.device("cuda"))
-    monkeypatch.setattr(scale_choice, "_no_gptq", lambda model, plan, short=False: asked.append(short) or "it would take too long")
-    quantized(model)
-    assert asked == [False]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
+    monkeypatch.setattr(scale_choice, "SECONDS", scale_choice._GPU_TEXT + 10)
+    monkeypatch.setattr(scale_choice, "_GPU_SECONDS", seconds / weights)
+    monkeypatch.setattr(scale_choice, "_GPU_SECONDS_SHORT", short / weights)
+
+    def prepare(*args, **options):
+        asked.append(options["short"])
+        raise errors.CalibrationError("asked", value="", limit="", remedy="")
+
+    monkeypatch.setattr(gptq, "prepare", prepare)
+    report = fp4_inductor.report(quantized(model))
+    assert asked == ([] if taken is None else [taken])
+    assert "scale_search=activation" in report.config
+
+
+def test_a_shorter_form_has_less_text_on_a_cpu_and_rows_by_themselves_on_a_gpu(tiny):
+    on = {device: SimpleNamespace(parameters=lambda d=device: iter([torch.empty(2, device=d)])) for device in ("cpu", "meta")}  # no host's
+    assert gptq.sequences(on["cpu"], True) == (gptq.SEQUENCES_SHORT, gptq.TOKENS_SHORT)
+    assert gptq.sequences(on["meta"], True) == gptq.sequences(on["meta"]) == (gptq.SEQUENCES, gptq.TOKENS)
+    groups = [[t] for t in make_plan(tiny("llama")).targets]
+    settings = {(d, short): gptq._settings(NVFP4Config(), model, short) for d, model in on.items() for short in (False, True)}
+    assert settings["cpu", True] != settings["cpu", False] and settings["meta", True] != settings["meta", False], "another run's layers"
+    assert [gptq._rows_by_themselves(on[d], short) for d, short in settings] == [False, False, False, True]
+    assert gptq.output_moments_of(tiny("llama"), groups)
 
 
 @pytest.mark.parametrize("given", [False, True])
