@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import fp4_inductor
 from fp4_inductor import NVFP4Config, errors, quantize_model
-from fp4_inductor.models import gptq, scale_choice, self_calibration
+from fp4_inductor.models import gptq, output_moments, scale_choice, self_calibration
 from fp4_inductor.models.plan import make_plan
 from fp4_inductor.models.substitute import substituted
 
@@ -137,6 +137,19 @@ def test_a_shorter_form_has_less_text_on_a_cpu_and_rows_by_themselves_on_a_gpu(t
     assert settings["cpu", True] != settings["cpu", False] and settings["meta", True] != settings["meta", False], "another run's layers"
     assert [gptq._rows_by_themselves(on[d], short) for d, short in settings] == [False, False, False, True]
     assert gptq.output_moments_of(tiny("llama"), groups)
+
+
+def test_rows_by_themselves_are_rounded_without_what_puts_them_together(tiny, monkeypatch):
+    """The GPU's shorter form, on a CPU: the bits of layers that have too many outputs for a matrix of them."""
+    model, config = sharp(tiny, "llama"), NVFP4Config("gptq")
+    together = quantized(model, config)
+    with monkeypatch.context() as m:
+        m.setattr(gptq, "_rows_by_themselves", lambda model, short: True)
+        apart = quantized(model, config)
+    monkeypatch.setattr(output_moments, "MOST", 0)
+    assert same(apart, quantized(model, config)) and not same(apart, together)
+    (first, *_), (other, *_) = (fp4_inductor.report(m).notes for m in (together, apart))
+    assert "together" in first and "together" not in other
 
 
 @pytest.mark.parametrize("given", [False, True])
