@@ -87,7 +87,7 @@ def run(name: str, label: str, device: str, count: int, only: list[str], write: 
             ppl = perplexity(log_p, batch)
             rows.append({
                 "date": datetime.date.today().isoformat(), "torch": torch.__version__, "transformers": transformers.__version__, "model": label, "text": k,
-                "tokens": count * WINDOW, "weights": part, "own_tokens": math.prod(gptq.sequences(model)), "ppl": ppl, "kl": divergence(log_p, reference[k]),
+                "tokens": count * WINDOW, "weights": part, "own_tokens": math.prod(gptq.form_of(model)[:2]), "ppl": ppl, "kl": divergence(log_p, reference[k]),
                 "ratio": ppl / base[k],
             })  # fmt: skip
             print(f"{k:18s} {part:36s} ppl {ppl:8.3f}  kl {rows[-1]['kl']:.4f}  ratio {rows[-1]['ratio']:.4f}  {seconds:.0f} s", flush=True)

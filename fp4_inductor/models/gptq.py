@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +50,22 @@ HELD_OUT = 8  # sequences more, half of each kind, which are not calibrated on: 
 _AT_ONCE = 1024  # tokens of own text in one batch
 
 
+class Form(NamedTuple):
+    """How thorough ``"gptq"`` is: ``sequences`` of own text, ``tokens`` of each, and whether the rows of a layer are rounded ``together`` or each by itself."""
+
+    sequences: int
+    tokens: int
+    together: bool = True
+
+
+def form_of(model: nn.Module, short_on: torch.device | None = None) -> Form:
+    """What ``model`` is rounded with. ``short_on``: the device that does it, for what takes less time there: on a CPU less text, on a GPU, where rounding is
+    most of the time, each row by itself."""
+    if short_on is not None and short_on.type == "cpu":
+        return Form(SEQUENCES_SHORT, TOKENS_SHORT)
+    return Form(SEQUENCES_GPU if self_calibration.is_quick(model) else SEQUENCES, TOKENS, together=short_on is None)
+
+
 @dataclass
 class Prepared:
     """What was found; the model is as it was.
@@ -83,7 +99,7 @@ def prepare(
     strict: bool,
     progress: bool,
     store: LayerStore | None = None,
-    short: bool = False,
+    form: Form | None = None,
 ) -> Prepared:
     """Round every linear layer and expert of ``plan`` that has enough tokens. Changes nothing.
 
@@ -91,7 +107,7 @@ def prepare(
         device: where the weights of a model on the CPU are rounded, and the rounded layers are; None: there.
         global_scales: by layer name, of siblings that share one.
         store: where each finished layer is kept, and taken from if an earlier run left it there.
-        short: what takes less time: on a CPU less text of its own, on a GPU, where rounding is most of the time, each row by itself.
+        form: None: all that :func:`form_of` gives the model.
 
     Raises:
         CheckpointError: ``store`` holds another run's layers, or cannot be written to.
@@ -99,10 +115,10 @@ def prepare(
         NonFiniteError: a layer met NaN or Inf.
     """
     start, waiting = time.monotonic(), _waiting(model, device)
-    given = given_batches(model, config)
+    given, form = given_batches(model, config), form or form_of(model)
     groups = [g for g in plan.groups if not (g[0].head and config.lm_head == "fp8")]
-    finished = None if store is None else FinishedLayers(store, model, [*groups, *plan.experts], given, _settings(config, model, short))
-    batches, held_out, described = text(model, given, finished, short)
+    finished = None if store is None else FinishedLayers(store, model, [*groups, *plan.experts], given, _settings(config, form))
+    batches, held_out, described = text(model, given, finished, form)
     targets = [t for g in groups for t in g]
     items: list[Target | ExpertsTarget] = [*targets, *plan.experts]
     chain = find_chain(model, items) if items else Chain([], broken="there are no linear layers and no experts")
@@ -117,7 +133,7 @@ def prepare(
             limit=f">= {ENOUGH} tokens (16,384 or more are worth their time)",
             remedy='Give more text, or use scale_search="activation".',
         )
-    moments = {} if _rows_by_themselves(model, short) else output_moments_of(model, groups)
+    moments = output_moments_of(model, groups) if form.together else {}
     weights = fisher(model, targets, batches, chain, progress, plan.experts, moments) if items else TokenWeights()
     together = len(weights.outputs)
     enough = [g for g in groups if sum(means[t.name].rows for t in g) >= ENOUGH]
@@ -164,15 +180,14 @@ def _waiting(model: nn.Module, device: torch.device | None) -> torch.device:
     return device if device is not None and next(model.parameters()).device == host else host
 
 
-def _settings(config: NVFP4Config, model: nn.Module, short: bool) -> dict[str, Any]:
+def _settings(config: NVFP4Config, form: Form) -> dict[str, Any]:
     """What the rounded layers depend on besides the model and the text that is given."""
-    count, length = sequences(model, short)
     return {
         "siblings": config.siblings,
         "lm_head": config.lm_head,
-        "own_text": f"{count + HELD_OUT}x{length}",
+        "own_text": f"{form.sequences + HELD_OUT}x{form.tokens}",
         "enough": ENOUGH,
-        "row_groups": 0 if _rows_by_themselves(model, short) else numbers.ROW_GROUPS,
+        "row_groups": numbers.ROW_GROUPS if form.together else 0,
     }
 
 
@@ -214,22 +229,7 @@ def given_batches(model: nn.Module, config: NVFP4Config) -> list[Any]:
     return given
 
 
-def _is_on_cpu(model: nn.Module) -> bool:
-    return next(model.parameters()).device.type == "cpu"
-
-
-def _rows_by_themselves(model: nn.Module, short: bool) -> bool:
-    return short and not _is_on_cpu(model)
-
-
-def sequences(model: nn.Module, short: bool = False) -> tuple[int, int]:
-    """How many sequences of own text ``model`` is rounded on, and the tokens of each."""
-    if short and _is_on_cpu(model):
-        return SEQUENCES_SHORT, TOKENS_SHORT
-    return SEQUENCES_GPU if self_calibration.is_quick(model) else SEQUENCES, TOKENS
-
-
-def text(model: nn.Module, given: list[Any], finished: FinishedLayers | None = None, short: bool = False) -> tuple[list[Any], list[Any], str]:
+def text(model: nn.Module, given: list[Any], finished: FinishedLayers | None = None, form: Form | None = None) -> tuple[list[Any], list[Any], str]:
     """``(batches, batches to measure on, the first in words)``: what the model writes, half of it from the beginning of a text and half from random
     tokens, and what is given. Of its own text a part is held out. ``finished``: has that text if an earlier run wrote it.
 
@@ -239,11 +239,11 @@ def text(model: nn.Module, given: list[Any], finished: FinishedLayers | None = N
     reason = self_calibration.why_not(model) if given else None
     if reason is not None:
         return given, [], f"{len(given)} given batches, without own text because {reason}"
-    count, length = sequences(model, short)
-    count, half = count + HELD_OUT, HELD_OUT // 2
+    form = form or form_of(model)
+    count, half = form.sequences + HELD_OUT, HELD_OUT // 2
     written = None if finished is None else finished.text()
     if written is None:
-        batch = self_calibration.write(model, count, length, random_first=count // 2, likeliest=self_calibration.ALL)[0]
+        batch = self_calibration.write(model, count, form.tokens, random_first=count // 2, likeliest=self_calibration.ALL)[0]
         written = cast(Tensor, batch["input_ids"])
         if finished is not None:
             finished.keep_text(written)

@@ -124,13 +124,13 @@ def _gptq(
     strict: bool,
     progress: bool,
     store: LayerStore | None,
-    short: bool = False,
+    form: gptq.Form | None = None,
 ) -> ScaleChoice:
     shared: dict[str, Tensor] = {}
     for family in planned(model, plan) if config.siblings == "shared" else ():
         shared |= dict.fromkeys((t.name for t in family), shared_global_scale(family, _UNWEIGHTED))
     strict = strict and config.calibration not in (None, "self")
-    found = gptq.prepare(model, plan, config, device, shared, strict=strict, progress=progress, store=store, short=short)
+    found = gptq.prepare(model, plan, config, device, shared, strict=strict, progress=progress, store=store, form=form)
     choice = ScaleChoice(
         config,
         _by_group(plan, found.means),
@@ -167,13 +167,14 @@ def _automatic(
     if short := no_gptq is not None:
         no_gptq = _no_gptq(model, plan, short)
     if no_gptq is None:
+        form = gptq.form_of(model, short_on=_device_of(plan) if short else None)
         try:
-            found = _gptq(model, plan, replace(config, scale_search="gptq"), device, strict, progress, store, short)
+            found = _gptq(model, plan, replace(config, scale_search="gptq"), device, strict, progress, store, form)
         except (CalibrationError, NonFiniteError) as error:
             no_gptq = str(error).splitlines()[0]
         else:
             if short:
-                less = "less text than it takes by itself, with which" if _device_of(plan).type == "cpu" else "rows one by one, for together"
+                less = "less text than it takes by itself, with which" if form.together else "rows one by one, for together"
                 found.notes.append(f'scale_search="auto": "gptq" with {less} {all_of_it}')
             return _measured_best(found)
     reason = None if given else self_calibration.why_not(model)

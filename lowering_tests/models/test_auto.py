@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from types import SimpleNamespace
+import itertools
 
 import pytest
 import torch
@@ -119,7 +119,7 @@ def test_on_a_gpu_rows_are_rounded_one_by_one_where_that_fits(tiny, monkeypatch,
     monkeypatch.setattr(scale_choice, "_GPU_SECONDS_SHORT", short / weights)
 
     def prepare(*args, **options):
-        asked.append(options["short"])
+        asked.append(not options["form"].together)
         raise errors.CalibrationError("asked", value="", limit="", remedy="")
 
     monkeypatch.setattr(gptq, "prepare", prepare)
@@ -129,22 +129,23 @@ def test_on_a_gpu_rows_are_rounded_one_by_one_where_that_fits(tiny, monkeypatch,
 
 
 def test_a_shorter_form_has_less_text_on_a_cpu_and_rows_by_themselves_on_a_gpu(tiny):
-    on = {device: SimpleNamespace(parameters=lambda d=device: iter([torch.empty(2, device=d)])) for device in ("cpu", "meta")}  # no host's
-    assert gptq.sequences(on["cpu"], True) == (gptq.SEQUENCES_SHORT, gptq.TOKENS_SHORT)
-    assert gptq.sequences(on["meta"], True) == gptq.sequences(on["meta"]) == (gptq.SEQUENCES, gptq.TOKENS)
-    groups = [[t] for t in make_plan(tiny("llama")).targets]
-    settings = {(d, short): gptq._settings(NVFP4Config(), model, short) for d, model in on.items() for short in (False, True)}
-    assert settings["cpu", True] != settings["cpu", False] and settings["meta", True] != settings["meta", False], "another run's layers"
-    assert [gptq._rows_by_themselves(on[d], short) for d, short in settings] == [False, False, False, True]
-    assert gptq.output_moments_of(tiny("llama"), groups)
+    """The device is that of the layers, wherever a model's first Parameter is."""
+    model = tiny("llama")
+    whole, *short = (gptq.form_of(model, on) for on in (None, torch.device("cpu"), torch.device("cuda")))
+    assert whole == (gptq.SEQUENCES, gptq.TOKENS, True)
+    assert short == [(gptq.SEQUENCES_SHORT, gptq.TOKENS_SHORT, True), (gptq.SEQUENCES, gptq.TOKENS, False)]
+    settings = [gptq._settings(NVFP4Config(), form) for form in (whole, *short)]
+    assert all(a != b for a, b in itertools.combinations(settings, 2)), "another run's layers"
+    assert gptq.output_moments_of(model, [[t] for t in make_plan(model).targets])
 
 
 def test_rows_by_themselves_are_rounded_without_what_puts_them_together(tiny, monkeypatch):
     """The GPU's shorter form, on a CPU: the bits of layers that have too many outputs for a matrix of them."""
     model, config = sharp(tiny, "llama"), NVFP4Config("gptq")
     together = quantized(model, config)
+    whole = gptq.form_of
     with monkeypatch.context() as m:
-        m.setattr(gptq, "_rows_by_themselves", lambda model, short: True)
+        m.setattr(gptq, "form_of", lambda *args: whole(*args)._replace(together=False))
         apart = quantized(model, config)
     monkeypatch.setattr(output_moments, "MOST", 0)
     assert same(apart, quantized(model, config)) and not same(apart, together)

@@ -132,8 +132,9 @@ def test_input_norms_take_large_tokens_back():
 @pytest.mark.parametrize(("device", "parameters", "wanted"), [("cpu", 10, 16), ("cuda", 10, gptq.SEQUENCES_GPU), ("cuda", self_calibration.SMALL, 16)])
 def test_a_small_model_on_a_gpu_gets_more_text(device, parameters, wanted):
     model = SimpleNamespace(parameters=lambda: iter([SimpleNamespace(device=torch.device(device), numel=lambda: parameters)]))
-    assert gptq.sequences(model) == (wanted, gptq.TOKENS)
-    assert gptq.sequences(model, short=True) == ((gptq.SEQUENCES_SHORT, gptq.TOKENS_SHORT) if device == "cpu" else (wanted, gptq.TOKENS))
+    assert gptq.form_of(model) == (wanted, gptq.TOKENS, True)
+    short = (gptq.SEQUENCES_SHORT, gptq.TOKENS_SHORT, True) if device == "cpu" else (wanted, gptq.TOKENS, False)
+    assert gptq.form_of(model, short_on=torch.device(device)) == short
 
 
 # --- whole models -------------------------------------------------------------------------------------------------
