@@ -151,40 +151,42 @@ def add_graphs(more: Callable[[Any], list[int]]) -> None:
 
     May be called again.
     """
-    config = __getattr__("VllmConfig")
-    original = config._set_cudagraph_sizes
-    if hasattr(original, "_fp4_inductor"):
-        return
 
-    @functools.wraps(original)
-    def _set_cudagraph_sizes(self: Any) -> None:
-        compilation = self.compilation_config
+    def set_sizes(original: Callable[[Any], None], vllm_config: Any) -> None:
+        compilation = vllm_config.compilation_config
         given = compilation.cudagraph_capture_sizes is not None or compilation.max_cudagraph_capture_size is not None
-        original(self)
-        if not given and compilation.cudagraph_capture_sizes and (added := more(self)):
+        original(vllm_config)
+        if not given and compilation.cudagraph_capture_sizes and (added := more(vllm_config)):
             compilation.cudagraph_capture_sizes = [*compilation.cudagraph_capture_sizes, *added]
             compilation.max_cudagraph_capture_size = added[-1]
-            original(self)
+            original(vllm_config)
 
-    _set_cudagraph_sizes._fp4_inductor = True  # type: ignore[attr-defined]
-    config._set_cudagraph_sizes = _set_cudagraph_sizes
+    _wrap_once(__getattr__("VllmConfig"), "_set_cudagraph_sizes", set_sizes)
 
 
 def stream_weights(own: Callable[[Any, Path], Iterator[tuple[str, Tensor]] | None]) -> None:
     """Let ``own(vllm_config, folder)`` give a model's weights in place of vLLM's reader of files, unless it returns None. May be called again."""
-    loader = __getattr__("DefaultModelLoader")
-    original = loader.get_all_weights
-    if hasattr(original, "_fp4_inductor"):
-        return
     config = __getattr__("get_current_vllm_config_or_none")
 
-    @functools.wraps(original)
-    def get_all_weights(self: Any, model_config: Any, model: Any) -> Iterator[tuple[str, Tensor]]:
+    def get_weights(original: Callable[..., Iterator[tuple[str, Tensor]]], loader: Any, model_config: Any, model: Any) -> Iterator[tuple[str, Tensor]]:
         weights = own(config(), Path(model_config.model))
-        return original(self, model_config, model) if weights is None else weights
+        return original(loader, model_config, model) if weights is None else weights
 
-    get_all_weights._fp4_inductor = True  # type: ignore[attr-defined]
-    loader.get_all_weights = get_all_weights
+    _wrap_once(__getattr__("DefaultModelLoader"), "get_all_weights", get_weights)
+
+
+def _wrap_once(owner: type, name: str, around: Callable[..., Any]) -> None:
+    """A call of the method ``name`` of ``owner`` is ``around(the method, *arguments)`` from now on, in this process. A second time changes nothing."""
+    original = getattr(owner, name)
+    if hasattr(original, "_fp4_inductor"):
+        return
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
+    wrapped._fp4_inductor = True  # type: ignore[attr-defined]
+    setattr(owner, name, wrapped)
 
 
 # Routers that choose by a plain softmax, and what is said of a layer with another one.
