@@ -267,11 +267,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="CSV (default: results/moe.csv, or moe_sweep.csv)")
     args = parser.parse_args()
     torch.manual_seed(0)
+    peers = args.peers and args.ranks == 1
     if args.smoke or args.cpu:
         layers, tokens, sparse_tokens = (TINY, (1, 4, 33), (1, 4, 33)) if args.smoke else (CPU_LAYERS, CPU_TOKENS, ())
-        rows = list(measure(tuple(layer.of_ranks(args.ranks) for layer in layers), tokens, "cpu", args.peers and args.ranks == 1, sparse_tokens))
+        rows = list(measure(tuple(layer.of_ranks(args.ranks) for layer in layers), tokens, "cpu", peers, sparse_tokens))
     else:
-        chosen, peers = tuple(layer.of_ranks(args.ranks) for layer in LAYERS if layer.name in args.layers), args.peers and args.ranks == 1
+        chosen = tuple(layer.of_ranks(args.ranks) for layer in LAYERS if layer.name in args.layers)
         rows = list(sweep(chosen, tuple(args.tokens)) if args.sweep else measure(chosen, tuple(args.tokens), "cuda", peers, tuple(args.sparse_tokens)))
     save(rows, "moe_sweep.csv" if args.sweep else "moe.csv", args.out, args.smoke or args.cpu)
 

@@ -51,6 +51,7 @@ SMOKE = {
     "prompt 64": ("prompt", 1, 64),
     "8 requests, 4 at once, 16 in, 4 out": ("throughput", 8, 16),
 }
+PROMPT = re.compile(r"prompt (\d+)")  # of any length, besides those of the tables
 LARGE_GRAPHS = (256, 512, 1024, 2048, 4096)  # tokens of a step, of --graphs
 GIB = 1 << 30
 _ANSWERS = sys.stdout  # of a worker: the pipe to the process that asks
@@ -126,9 +127,8 @@ def worker(args: argparse.Namespace) -> None:
 
 
 def row_of(name: str) -> tuple[str, int, int]:
-    """Of the tables, or a prompt of any length: ``"prompt 1024"``."""
-    found = re.fullmatch(r"prompt (\d+)", name)
-    return (ROWS | SMOKE).get(name) or ("prompt", 1, int(found[1]) if found else 0)
+    found = PROMPT.fullmatch(name)
+    return ("prompt", 1, int(found[1])) if found else (ROWS | SMOKE)[name]
 
 
 def chosen(worker: Any) -> list[str]:
@@ -331,7 +331,7 @@ def main() -> None:
     table = SMOKE if args.smoke else ROWS
     wanted = [part.strip() for part in args.rows.split(",") if part.strip()]
     rows = [name for name, (kind, _, _) in table.items() if not wanted or kind in wanted or name in args.rows]
-    rows += [name for name in wanted if name not in table and re.fullmatch(r"prompt \d+", name)]
+    rows += [name for name in wanted if name not in table and PROMPT.fullmatch(name)]
     models = args.models.split(",")
     with open(args.out, "w", newline="") as file, tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as work:
         writer = csv.writer(file)
