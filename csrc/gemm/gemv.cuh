@@ -137,8 +137,11 @@ __device__ __forceinline__ float to_half_range(float (&v)[8]) {
   return __uint_as_float(exponent) * kUndo;
 }
 
-// Waits until at most `groups` groups of this thread's copies are under way. cp.async.wait_group takes a constant only.
-__device__ __forceinline__ void wait_for_all_but(int groups) {
+// Waits until at most `groups` groups of this thread's copies are under way. cp.async.wait_group takes a constant only. USUAL: asked about first, for a switch
+// is a table of jumps.
+template <int USUAL = -1> __device__ __forceinline__ void wait_for_all_but(int groups) {
+  if constexpr (USUAL >= 0)
+    if (groups == USUAL) return cp_async_wait_group<USUAL>();
   switch (groups) {
     case 0: cp_async_wait_group<0>(); break;
     case 1: cp_async_wait_group<1>(); break;

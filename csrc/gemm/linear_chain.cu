@@ -35,7 +35,18 @@ template <typename T> struct Product {
   int K, columns, parts, act, second, third;  // parts: rows of W that make one column of y, `columns` rows apart
   float eps, norm_offset;
   int all, groups, segments, log_k_groups, log_width;  // groups of R rows, of each block; of K; of warps that share K; of the columns of a group
+  uint32_t row, step;                                  // bytes of the codes of a row; those between a warp's steps
+  int to_group;                                        // from a warp's group to its next one; 0: to be found from the beginning
 
+  // log2 of the warps that share K, so that the warp with most steps has fewest; of those alike the fewest warps, whose sums are then added.
+  int best_k_groups() const {
+    int best = 0, least = groups * segments;
+    for (int log = 0; 1 << log <= kWarps && 1 << log <= segments; ++log) {
+      const int steps = divided(groups, kWarps >> log) * divided(segments, 1 << log);
+      if (steps < least) best = log, least = steps;
+    }
+    return best;
+  }
   // How many groups this block has, 0 or less where the blocks before have taken all.
   __device__ __forceinline__ int groups_of(int block) const { return min(groups, all - block * groups); }
 };
@@ -99,41 +110,69 @@ template <typename T> struct Memory {
   static __device__ __forceinline__ Choice choice(const Chain<T>& chain) { return Choice::at(dynamic_shared() + chain.ring - kChoiceBytes); }
 };
 
-// The steps that a warp fetches, product after product up to `end`. chosen: the experts, once they are known.
+// The steps that a warp fetches, product after product up to `end`. Its instructions take turns with those that decode, which a GPU of much bandwidth waits for:
+// so a step's places are those of the step before, moved on by numbers that the host has computed.
 template <typename T, bool kRouted> struct Fetching {
-  int product, group, segment, end;
+  int product, group, end, rest;  // rest: k of the group's rows, from the step on
+  const uint8_t *codes, *scales;  // what the lane copies of the first row, and of row lane / 16
+  uint32_t second, third;         // how far behind a pair's first row, in codes, its second row lies, and how far behind the first pair the second one
 
-  __device__ __forceinline__ void begin(const Chain<T>& chain, int first, int warp) {
+  __device__ __forceinline__ void begin(const Chain<T>& chain, int first, int warp, int lane) {
     for (product = first; product < end; ++product) {
       const Product<T>& p = chain.products[product];
-      group = warp >> p.log_k_groups, segment = warp & ((1 << p.log_k_groups) - 1);
-      if (group < p.groups_of(blockIdx.x)) return;
+      group = warp >> p.log_k_groups;
+      if (group < p.groups_of(blockIdx.x)) return begin_group(chain, warp, lane);
     }
+  }
+  __device__ __forceinline__ void begin_group(const Chain<T>& chain, int warp, int lane) {
+    const Product<T>& p = chain.products[product];
+    int columns = p.columns, n = (blockIdx.x * p.groups + group) << p.log_width;
+    const uint32_t row = p.row, segment = warp & ((1 << p.log_k_groups) - 1);
+    const uint8_t *q = p.q, *scale = p.scale;
+    if (kRouted && product == chain.routing.product) chain.routing.to_gate_up(Memory<T>::choice(chain).ids, q, scale, n, columns);  // of one expert
+    rest = p.K - segment * kSegment;
+    // Of a last group with fewer columns the rows past the last one are rows before it, and not stored.
+    second = n + 1 < columns || FP4_FAULT(READ_ROWS_PAST_N) ? row : 0;
+    third = p.parts == 2 ? columns * row : n + 2 < columns || FP4_FAULT(READ_ROWS_PAST_N) ? 2 * row : 0;
+    const uint32_t begin = n * row;
+    codes = q + begin + (segment * (kSegment / 2) + lane * 16);
+    scales = scale + begin / 8 + ((lane < 16 ? 0 : second / 8) + segment * (kSegment / 16) + lane % 16 * 4);
   }
   __device__ __forceinline__ void next(const Chain<T>& chain, Shared to, int warp, int lane) {
     if (product < end) {
       const Product<T>& p = chain.products[product];
-      int K = p.K, columns = p.columns, n = (blockIdx.x * p.groups + group) << p.log_width;
-      const int byte = segment * (kSegment / 2) + lane * 16, word = segment * (kSegment / 16) + lane % 16 * 4;
-      const bool live = byte < K / 2 || FP4_FAULT(READ_K_PAST_K), live_scales = word < K / 16;
-      const uint8_t *codes = p.q + (live ? byte : 0), *scales = p.scale + (live_scales ? word : 0);
-      if (kRouted && product == chain.routing.product)  // of one expert
-        chain.routing.to_gate_up(Memory<T>::choice(chain).ids, codes, scales, n, columns);
-      else if (kRouted && product == chain.routing.product + 1)
-        chain.routing.to_down(Memory<T>::choice(chain).ids, codes, scales, live ? byte : 0, live_scales ? word : 0, K);
-      auto row = [&](int i) -> size_t {  // past the last row of W it is the last one, and not stored
-        const int column = p.parts == 1 ? i : i % 2, part = p.parts == 1 ? 0 : i / 2;
-        return (uint32_t)(min(n + column, columns - 1 + FP4_FAULT(READ_ROWS_PAST_N)) + part * columns);
-      };
-#pragma unroll
-      for (int i = 0; i < R; ++i) cp_async_zfill<16>(to + i * (kSegment / 2) + lane * 16, codes + row(i) * (uint32_t)(K / 2), live);
-#pragma unroll
-      for (int i = 0; i < R; i += 2)
-        cp_async_src_size<4>(to + Step<R>::kCodes + i * (kSegment / 16) + lane * 4, scales + row(i + lane / 16) * (uint32_t)(K / 16), live_scales ? 4 : 0);
-      segment += 1 << p.log_k_groups;
-      if (segment >= p.segments) {
-        segment = warp & ((1 << p.log_k_groups) - 1), group += kWarps >> p.log_k_groups;
-        if (group >= p.groups_of(blockIdx.x)) begin(chain, product + 1, warp);
+      const uint8_t *q = codes, *scale = scales;
+      if (kRouted && product == chain.routing.product + 1) {  // the lane's expert changes with k
+        const uint32_t k = p.K - rest;
+        chain.routing.to_down(Memory<T>::choice(chain).ids, q, scale, k / 2 + lane * 16, k / 16 + lane % 16 * 4);
+      }
+      to += lane * 16;
+      const Shared scales_to = to + Step<R>::kCodes - lane * 12;
+      if (rest >= kSegment || FP4_FAULT(READ_K_PAST_K)) {
+        cp_async<16>(to, q), cp_async<16>(to + kSegment / 2, q + second);
+        q += third;
+        cp_async<16>(to + kSegment, q), cp_async<16>(to + 3 * (kSegment / 2), q + second);
+        cp_async<4>(scales_to, scale), cp_async<4>(scales_to + kSegment / 8, scale + third / 8);
+      } else {  // zeros behind the rows' ends
+        const bool live = lane * 32 < rest;
+        const int live_scales = lane % 16 * 64 < rest ? 4 : 0;
+        cp_async_zfill<16>(to, q, live), cp_async_zfill<16>(to + kSegment / 2, q + second, live);
+        q += third;
+        cp_async_zfill<16>(to + kSegment, q, live), cp_async_zfill<16>(to + 3 * (kSegment / 2), q + second, live);
+        cp_async_src_size<4>(scales_to, scale, live_scales), cp_async_src_size<4>(scales_to + kSegment / 8, scale + third / 8, live_scales);
+      }
+      const uint32_t step = p.step;
+      codes += step, scales += step / 8, rest -= 2 * step;
+      if (rest <= 0) {
+        group += kWarps >> p.log_k_groups;
+        if (group >= p.groups_of(blockIdx.x))
+          begin(chain, product + 1, warp, lane);
+        else if (p.to_group) {
+          const int k = p.K - (warp & ((1 << p.log_k_groups) - 1)) * kSegment, by = p.to_group - (k - rest) / 2;
+          codes += by, scales += by / 8, rest = k;
+        } else {
+          begin_group(chain, warp, lane);
+        }
       }
     }
     cp_async_commit_group();
@@ -170,7 +209,7 @@ template <typename T, bool kRouted, bool kSummed> __device__ __forceinline__ voi
   const Shared ring_address = shared_address(ring);
   Fetching<T, kRouted> coming;
   coming.end = kRouted ? chain.routing.product : chain.count;
-  coming.begin(chain, 0, warp);
+  coming.begin(chain, 0, warp, lane);
   // At most two stages are on their way at once: what the kernel before still writes, and so its end, waits behind all that is asked of memory.
   for (int i = 0; i < chain.stages; ++i) {
     coming.next(chain, ring_address + i * Step<R>::kBytes, warp, lane);
@@ -244,7 +283,7 @@ template <typename T, bool kRouted, bool kSummed> __device__ __forceinline__ voi
       chain.routing.choose(memory.choice(chain));
       __syncthreads();
       coming.end = chain.count;
-      coming.begin(chain, product, warp);
+      coming.begin(chain, product, warp, lane);
       for (int i = 0, to = slot; i < chain.stages; ++i) {
         coming.next(chain, ring_address + to * Step<R>::kBytes, warp, lane);
         if (++to == chain.stages) to = 0;
@@ -256,7 +295,7 @@ template <typename T, bool kRouted, bool kSummed> __device__ __forceinline__ voi
       float acc[R] = {};
 #pragma unroll 1
       for (int segment = k_group; segment < p.segments; segment += k_groups) {
-        wait_for_all_but(chain.stages - 1 + FP4_FAULT(SKIP_COPY_WAIT));
+        wait_for_all_but<2>(chain.stages - 1 + FP4_FAULT(SKIP_COPY_WAIT));
         __syncwarp();  // another lane copied this lane's scales
         Step<R> weights;
         weights.load(ring + slot * Step<R>::kBytes, lane);
@@ -340,8 +379,8 @@ template <typename T, bool kRouted, bool kSummed> __device__ __forceinline__ voi
   if constexpr (kSummed) chain.exchange.finish(set, lane);
 }
 
-// 64 registers, so that a block of the attention behind it, which waits, finds room beside this one's. A sum over ranks takes more.
-template <typename T, bool kRouted, bool kSummed> __global__ void __maxnreg__(kSummed ? 80 : 64) linear_chain(const __grid_constant__ Chain<T> chain) {
+// 72 registers, so that a block of the attention behind it, which waits, finds room beside this one's. A sum over ranks takes more.
+template <typename T, bool kRouted, bool kSummed> __global__ void __maxnreg__(kSummed ? 80 : 72) linear_chain(const __grid_constant__ Chain<T> chain) {
   const Memory<T> memory = Memory<T>::of(chain);
   if (threadIdx.x < kMultiplying)
     multiply<T, kRouted, kSummed>(chain, memory);
@@ -349,8 +388,8 @@ template <typename T, bool kRouted, bool kSummed> __global__ void __maxnreg__(kS
     finish<T, kRouted, kSummed>(chain, memory);
 }
 
-// One block a multiprocessor. Measured on an H100, o to q/k/v of an 8B model: two warps share K, as in linear_gemv; three stages: with four the chain takes as
-// long, with five 1.3 us more, because what is under way delays the counters and x of the next product.
+// One block a multiprocessor. Measured, o to q/k/v of an 8B model: three stages; with four the chain takes as long on an H100 and 2 us more on an H200, with five
+// 1.3 and 3, because what is under way delays the counters and x of the next product.
 template <typename T, bool kRouted, bool kSummed> cudaError_t run(const ChainParams& call) {
   Chain<T> chain = {};
   int sums_of_ranks = 0;
@@ -371,8 +410,11 @@ template <typename T, bool kRouted, bool kSummed> cudaError_t run(const ChainPar
     // The whole row of an earlier sum is read as the residual: a product whose end all blocks wait for by a counter has to stand in between.
     if (chain.sum[i] >= 0 && (call.finish[i] == kGlu || c.act || columns > kExchangeRow || (i && chain.sum[i - 1] >= 0))) return cudaErrorInvalidValue;
     p.log_width = parts == 2 ? 1 : 2, p.all = divided(columns, R / parts), p.groups = divided(p.all, blocks), p.segments = divided(c.K, kSegment);
-    p.log_k_groups = stages ? c.tile[1] : 1;
+    p.log_k_groups = stages ? c.tile[1] : p.best_k_groups();
     while (1 << p.log_k_groups > p.segments) --p.log_k_groups;
+    p.row = call.products[i].K / 2, p.step = (kSegment / 2) << p.log_k_groups;
+    const bool alike = columns % (1 << p.log_width) == 0 && !(kRouted && i == call.routed);
+    p.to_group = alike ? ((kWarps >> p.log_k_groups) << p.log_width) * p.row : 0;
     if (c.K < 64 || c.K % 64 || c.K > kMostK || c.N < parts || c.mul || !then.fits((Finish)call.finish[i], c.N))
       return cudaErrorInvalidValue;
     if (i && (c.x != call.products[i - 1].y || c.K != chain.products[i - 1].columns)) return cudaErrorInvalidValue;

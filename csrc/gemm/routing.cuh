@@ -80,10 +80,10 @@ template <typename T> struct Routing {
     const size_t begin = ids[slot] * gate_up_bytes;
     codes += begin, scales += begin / 8, n -= slot * inner, columns = inner;
   }
-  // From the first expert's rows, `byte` and `word` in, to those of the experts whose results lie there; K becomes an expert's own.
-  __device__ __forceinline__ void to_down(const int* ids, const uint8_t*& codes, const uint8_t*& scales, int byte, int word, int& K) const {
-    const int one = expert_of(2 * byte), other = expert_of(16 * word);
-    codes += ids[one] * down_bytes - one * (inner / 2), scales += ids[other] * (down_bytes / 8) - other * (inner / 16), K = inner;
+  // From where the first expert's rows would go on, `byte` and `word` in, to those of the experts whose results lie there.
+  __device__ __forceinline__ void to_down(const int* ids, const uint8_t*& codes, const uint8_t*& scales, int byte, int word) const {
+    const int one = min(expert_of(2 * byte), chosen - 1), other = min(expert_of(16 * word), chosen - 1);  // past the last one nothing is read
+    codes += ids[one] * down_bytes - one * (inner / 2), scales += ids[other] * (down_bytes / 8) - other * (inner / 16);
   }
   __device__ __forceinline__ float scale_of(const int* ids, int n, int part) const {
     return gate_up_scale[ids[expert_of(n)] * units + (units == 2 ? part : 0)];

@@ -108,7 +108,7 @@ def apart(x: Tensor, products: list[Product]) -> list[Tensor]:
         residual = results[p.residual] if isinstance(p.residual, int) else p.residual
         library = ("linear_gemv", "linear_gemv_pointwise", "linear_gemv_glu")[p.finish]
         out = torch.full((1, p.columns), float("nan"), dtype=x.dtype)
-        fields = dict(fields_of(p, x, residual), early=1, tile=(4, 16, 2 if x.shape[1] > 1024 else 1, 3))
+        fields = dict(fields_of(p, x, residual), early=1, tile=(4, 16, 2 if x.shape[1] > 1024 else 1, 3))  # two warps share K
         results.append(emulated("gemm/linear_gemv.cu", 90, csrc.LIBRARIES[library].defines).run(LinearParams, fields, out, constants=EARLY))
         x = results[-1]
     return results
@@ -171,6 +171,8 @@ def test_bits_of_a_launch_each():
     """The order of summation is that of linear_gemv with the same number of warps that share K."""
     for hidden, inner in ((576, 1088), (1152, 2112)):
         x, products = layer(hidden, inner, BF16)
+        for p in products:
+            p.tile = (3, 1, 0, 0)
         for one, other in zip(run(x, products).results, apart(x, products), strict=True):
             assert torch.equal(one, other)
 
