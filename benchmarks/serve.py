@@ -215,6 +215,7 @@ class Engine:
     def __init__(self, who: str, model: str, args: argparse.Namespace, work: Path, tp: int = 1, ep: bool = False, env: dict[str, str] | None = None):
         name = f"{model}-{who}" + (f"-{'ep' if ep else 'tp'}{tp}" if tp > 1 else "")
         self.who, self.model, self.log = who, model, Path(args.logs) / f"serve-{name}.log"
+        self.log.parent.mkdir(parents=True, exist_ok=True)
         home = work / name
         (home / "model").mkdir(parents=True)
         command = [sys.executable, __file__, "--worker", who, "--worker-model", model, "--folder", str(home / "model"), "--additional", args.additional]
