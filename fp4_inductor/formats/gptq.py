@@ -56,6 +56,9 @@ GAIN = 1e-6  # of the squared change that is taken back and put in: less is floa
 _FIRST, _LAST = 1, nvfp4.SCALE_MAX_BYTE
 
 
+Outputs = Tensor | Callable[[], Tensor]  # second moments of gradients at a layer's output, or what makes them
+
+
 class Panels(NamedTuple):
     """The two loops over columns, for weights on one device. Both work on contiguous float32 of P columns, a multiple of 16.
 
@@ -73,7 +76,7 @@ class Panels(NamedTuple):
 
 
 def quantize(
-    w: Tensor, hessian: Tensor, global_scale: Tensor | None = None, panels: Panels | None = None, outputs: Tensor | None = None
+    w: Tensor, hessian: Tensor, global_scale: Tensor | None = None, panels: Panels | None = None, outputs: Outputs | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``w`` in NVFP4 with the least error of ``x @ w.T`` over the inputs behind ``hessian``.
 
@@ -83,7 +86,8 @@ def quantize(
             singular matrix are served: the damping gives them an importance.
         global_scale: float32 ``[]``, multiplying; None: ``amax / (6 * 256)``, as of every search that may scale up.
         panels: the loops over columns; None: those in torch operators.
-        outputs: ``[N, N]``, a sum of ``g^T g`` over gradients at the output, positive semi-definite; None: rows are independent.
+        outputs: ``[N, N]``, a sum of ``g^T g`` over gradients at the output, positive semi-definite, or a function that makes one, which is then
+            called when it is needed, and whose result is used up; None: rows are independent.
 
     Returns:
         ``(qdata uint8 [N, K/2], scale float8_e4m3fn [N, K/16], global_scale float32 [])``, as :func:`.nvfp4.quantize`.
@@ -93,8 +97,8 @@ def quantize(
     """
     g, _ = nvfp4.checked_options(w, "mse", global_scale, None)
     _check(w, hessian)
-    if outputs is not None:
-        _check(w.T, outputs, "outputs is G^T G over gradients G [rows, N] at the layer's output.")
+    if isinstance(outputs, Tensor):
+        _check_outputs(w, outputs)
     if not w.numel():
         return nvfp4.quantize(w, "mse", global_scale)
     qdata, codes = _coded(w.float(), hessian, g, panels or TORCH, outputs=outputs)
@@ -134,11 +138,22 @@ def _check(w: Tensor, moments: Tensor, remedy: str = "hessian is X^T X over the 
     check_hessian(moments)
 
 
-def _coded(w: Tensor, hessian: Tensor, g: Tensor, panels: Panels, start: Sparse24Parts | None = None, outputs: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def _check_outputs(w: Tensor, outputs: Tensor) -> None:
+    _check(w.T, outputs, "outputs is G^T G over gradients G [rows, N] at the layer's output.")
+
+
+def _coded(
+    w: Tensor,
+    hessian: Tensor,
+    g: Tensor,
+    panels: Panels,
+    start: Sparse24Parts | None = None,
+    outputs: Outputs | None = None,
+) -> tuple[Tensor, Tensor]:
     """``(qdata uint8 [N, K/2], E4M3 codes uint8 [N, K/16])`` of ``w`` float32; of a sparse weight that is ``start`` before."""
     order, blocks = block_order(hessian)
     keep = None if start is None else sparse24.mask_of(start.meta)[:, order]
-    h = damped(hessian[order][:, order], DAMPING, DAMPING_OWN)
+    h = damped(hessian[order[:, None], order], DAMPING, DAMPING_OWN)
     target, factor = w[:, order], inverse_factor(h)
 
     def rounded(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -157,11 +172,17 @@ def _coded(w: Tensor, hessian: Tensor, g: Tensor, panels: Panels, start: Sparse2
     return e2m1.pack(e2m1.encode(q / torch.where(scale > 0, scale, torch.ones_like(scale))).flatten(-2)), codes
 
 
-def _rows_in_turn(target: Tensor, outputs: Tensor, rounded: Callable[[Tensor], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def _rows_in_turn(target: Tensor, outputs: Outputs, rounded: Callable[[Tensor], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """``(q, codes)`` of all rows, in groups: what ``rounded`` does to one group is made good by those that are not yet rounded."""
-    m = damped(outputs, OUTPUT_DAMPING, OUTPUT_DAMPING_OWN)
+    if isinstance(outputs, Tensor):
+        m = damped(outputs, OUTPUT_DAMPING, OUTPUT_DAMPING_OWN)
+    else:
+        m = outputs()
+        _check_outputs(target, m)
+        m = damped(m, OUTPUT_DAMPING, OUTPUT_DAMPING_OWN, keep=False)
     order = m.diagonal().argsort(descending=True, stable=True)  # those that come first are compensated best
-    factor = inverse_factor(m[order][:, order])
+    factor = inverse_factor(m[order[:, None], order])
+    del m
     rest = target[order]
     q, codes = torch.empty_like(rest), torch.empty(rest.shape[0], rest.shape[1] // nvfp4.GROUP, dtype=torch.uint8, device=rest.device)
     each = max(_LEAST_ROWS, -(-rest.shape[0] // ROW_GROUPS))

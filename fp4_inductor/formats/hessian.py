@@ -15,13 +15,15 @@ from ..errors import NonFiniteError
 DAMPING = 0.01  # of the mean of H's diagonal, added to all of it: SparseGPT's and GPTQ's value
 
 
-def damped(hessian: Tensor, damping: float = DAMPING, own: float = 0.0) -> Tensor:
+def damped(hessian: Tensor, damping: float = DAMPING, own: float = 0.0, keep: bool = True) -> Tensor:
     """``hessian`` in float64 (float32 on devices without) with ``damping`` of its mean diagonal, and ``own`` of each entry itself, added to the diagonal.
 
     Channels that calibration never excited get that much importance, so that their weights are kept by magnitude. More is
-    added, tenfold at a time, until a Cholesky factorisation exists.
+    added, tenfold at a time, until a Cholesky factorisation exists. ``keep``: else ``hessian`` itself may be what is changed: such a matrix of
+    12,288 channels has a gigabyte.
     """
-    h = hessian.to(torch.float32 if hessian.device.type == "mps" else torch.float64, copy=True)  # the only copy: a gigabyte for 12,288 channels
+    h = hessian.to(torch.float32 if hessian.device.type == "mps" else torch.float64, copy=keep)
+    del hessian
     diagonal = h.diagonal().clone()
     mean = diagonal.mean()
     mean = torch.where(mean > 0, mean, torch.ones_like(mean))
@@ -39,8 +41,17 @@ def damped(hessian: Tensor, damping: float = DAMPING, own: float = 0.0) -> Tenso
 
 
 def inverse_factor(h: Tensor) -> Tensor:
-    """float32 ``[K, K]``: the upper Cholesky factor of the inverse of ``h``, which :func:`damped` gave, found in the precision of ``h``."""
-    return torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(h)), upper=True).float()
+    """float32 ``[K, K]``: the upper Cholesky factor of the inverse of ``h``, which :func:`damped` gave, found in the precision of ``h``.
+
+    Two matrices of that precision are in use at once, beside ``h`` where the caller keeps it.
+    """
+    lower = torch.linalg.cholesky(h)
+    del h
+    inverse = torch.cholesky_inverse(lower)
+    del lower
+    upper = torch.linalg.cholesky(inverse, upper=True)
+    del inverse
+    return upper.float()
 
 
 def output_error(w: Tensor, q: Tensor, hessian: Tensor | None) -> float:

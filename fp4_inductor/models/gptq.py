@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -135,6 +136,9 @@ def prepare(
         )
     moments = output_moments_of(model, groups) if form.together else {}
     weights = fisher(model, targets, batches, chain, progress, plan.experts, moments) if items else TokenWeights()
+    del moments
+    for of_layer in weights.outputs.values():
+        of_layer.to_host()
     together = len(weights.outputs)
     enough = [g for g in groups if sum(means[t.name].rows for t in g) >= ENOUGH]
     prepared.few = {g[0].name: sum(means[t.name].rows for t in g) for g in groups if g not in enough}
@@ -166,8 +170,9 @@ def prepare(
 def output_moments_of(model: nn.Module, groups: list[list[Target]]) -> dict[str, OutputMoments]:
     """What gradients are added to, of each layer whose rows are rounded together: no head, and nothing of too many outputs."""
     outputs = {g[0].name: dense_weight(g[0]).shape[0] for g in groups if has_output_moments(g[0])}
-    rank = output_moments.rank_of(outputs.values(), output_moments.room(model))
-    return {name: OutputMoments(n, rank, next(model.parameters()).device) for name, n in outputs.items()}
+    rank, device = output_moments.rank_of(outputs.values(), output_moments.room(model)), next(model.parameters()).device
+    omegas = {n: output_moments.omega_of(n, rank, device) for n in sorted(set(outputs.values()))}
+    return {name: OutputMoments(n, omegas[n], device) for name, n in outputs.items()}
 
 
 def has_output_moments(target: Target) -> bool:
@@ -276,7 +281,7 @@ def _layer(
     dense = dense_weight(group[0])
     dense = dense if device is None else dense.to(device)
     how = Dense("gptq", weight_only(config.prefill) if group[0].head else config.prefill)
-    layer = dense_layer(dense, how, moments, None, global_scale, None if outputs is None else outputs.matrix().to(dense.device))
+    layer = dense_layer(dense, how, moments, None, global_scale, None if outputs is None else partial(outputs.matrix, dense.device))
     return layer, relative_error(dense, layer)
 
 

@@ -28,12 +28,17 @@ def rank_of(outputs: Iterable[int], bytes_of_all: float) -> int:
     return max(1, int(bytes_of_all / (4 * max(sum(outputs), 1))))
 
 
-class OutputMoments:
-    """Of one layer of ``outputs`` channels; the matrix itself if it has no more than ``rank``."""
+def omega_of(outputs: int, rank: int, device: torch.device) -> Tensor | None:
+    """float32 ``[outputs, rank]``, the same for all layers of so many ``outputs``; None: they have no more than ``rank``, and need no sketch."""
+    return torch.randn(outputs, rank, generator=torch.Generator().manual_seed(outputs)).to(device) if outputs > rank else None
 
-    def __init__(self, outputs: int, rank: int, device: torch.device):
-        self.omega = torch.randn(outputs, rank, generator=torch.Generator().manual_seed(outputs)).to(device) if outputs > rank else None
-        self.seen = torch.zeros(outputs, min(rank, outputs), device=device)
+
+class OutputMoments:
+    """Of one layer of ``outputs`` channels; the matrix itself if ``omega`` is None."""
+
+    def __init__(self, outputs: int, omega: Tensor | None, device: torch.device):
+        self.omega = omega
+        self.seen = torch.zeros(outputs, outputs if omega is None else omega.shape[1], device=device)
         self.diagonal = torch.zeros(outputs, device=device)
 
     def add(self, g: Tensor) -> None:
@@ -41,15 +46,19 @@ class OutputMoments:
         self.seen += g.T @ (g if self.omega is None else g @ self.omega)
         self.diagonal += g.square().sum(0)
 
-    def matrix(self) -> Tensor:
-        """float64 ``[N, N]``, symmetric, positive semi-definite: ``G`` of up to ``rank`` outputs; of more a matrix of that rank with its diagonal."""
-        seen = self.seen.double()
+    def to_host(self) -> None:
+        """What was added up leaves the device: all layers' together may have an eighth of the model's size, and are wanted one by one."""
+        self.seen, self.diagonal = self.seen.cpu(), self.diagonal.cpu()
+
+    def matrix(self, device: torch.device) -> Tensor:
+        """float64 ``[N, N]`` on ``device``, symmetric, positive semi-definite: ``G``, or a matrix of the sketch's rank with its diagonal."""
+        seen = self.seen.to(device).double()
         if self.omega is None:
             return (seen + seen.T) / 2
-        core = self.omega.double().T @ seen
+        core = self.omega.to(device).double().T @ seen
         values, vectors = torch.linalg.eigh((core + core.T) / 2)
         kept = values > values[-1] * _LEAST
         half = seen @ (vectors[:, kept] / values[kept].sqrt())
         found = half @ half.T
-        found.diagonal().copy_(torch.maximum(found.diagonal(), self.diagonal.double()))
+        found.diagonal().copy_(torch.maximum(found.diagonal(), self.diagonal.to(device).double()))
         return found

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..config import ScaleSearch
 from ..formats import pruning, sparse24
+from ..formats.gptq import Outputs
 from ..kernels.quantize import gptq
 from ..modules import FP4Linear, Sparse24Linear
 from .hessian import Moments
@@ -74,7 +75,7 @@ def dense_layer(
     moments: Moments | None = None,
     square: Tensor | None = None,
     global_scale: Tensor | None = None,
-    outputs: Tensor | None = None,
+    outputs: Outputs | None = None,
 ) -> FP4Linear:
     """``w`` in dense NVFP4. Arguments as for :func:`sparse_layer`; ``global_scale``: one that it shares with others; ``outputs``: as "gptq" takes it."""
     square = None if square is None else square.to(w.device)
@@ -83,8 +84,10 @@ def dense_layer(
         w = moments.target(w).to(w.dtype)
         if _rounds(config, moments):
             layer = FP4Linear(w.shape[1], w.shape[0], dtype=w.dtype, device="meta", prefill=config.prefill)
-            pad = (0, layer.padding)
-            layer.take(gptq.quantize(nn.functional.pad(w, pad), nn.functional.pad(hessian.to(w.device), pad + pad), global_scale, outputs))
+            hessian = hessian.to(w.device)
+            if pad := layer.padding:
+                w, hessian = nn.functional.pad(w, (0, pad)), nn.functional.pad(hessian, (0, pad, 0, pad))
+            layer.take(gptq.quantize(w, hessian, global_scale, outputs))
             return layer
         if square is None or config.search != "gptq":
             square = hessian.diagonal().to(w.device)

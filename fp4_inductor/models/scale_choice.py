@@ -30,9 +30,9 @@ _CPU_SECONDS, _CPU_SECONDS_SHORT = 6.3e-6, 2.2e-6  # a weight, on one core: Smol
 # took for Qwen3-8B's size, as before.
 _GPU_TEXT, _GPU_SECONDS, _GPU_SECONDS_EXPERTS = 20.0, 1.9e-8, 2.2e-8
 _GPU_SECONDS_SHORT = 1.4e-8  # of a linear layer whose rows are rounded one by one: 1.2 times what an H100 took; an H200 took 85 s for Qwen3-8B's size
-# Bytes of GPU memory beside the model: float64 matrices of the widest layer's Hessian, its factors and inverse, or of the moments of most outputs; activations
-# and logits of a batch. Qwen3-8B's size, 12,288 outputs: 13.9e9 beside its weights.
-_MATRICES, _MATRICES_OF_OUTPUTS, _WORKING = 4, 8, 2e9
+# Bytes of GPU memory beside the model: float64 matrices of the widest layer's Hessian, its factors and inverse, or of the moments of most outputs; activations,
+# logits of a batch, and what else a block's layers have. 7.3e9 for Qwen3-8B's size, 12,288 channels, by adding up what is held; not measured on a GPU.
+_MATRICES, _WORKING = 4, 2.5e9
 _NO_DATA: ScaleSearch = "four_over_six"  # the best perplexity where there is no data at all (benchmarks/results/quality_*.csv)
 
 
@@ -228,8 +228,8 @@ def _no_gptq(model: nn.Module, plan: QuantizationPlan, short: bool = False) -> s
         shapes = [dense_weight(t).shape for t in first]
         inputs = max((k for _, k in shapes), default=0)
         outputs = 0 if short else max((n for (n, _), t in zip(shapes, first, strict=True) if gptq.has_output_moments(t)), default=0)
-        matrices = 8 * max(_MATRICES * inputs**2, _MATRICES_OF_OUTPUTS * outputs**2)
-        need, free = matrices + (0 if short else output_moments.room(model)) + _WORKING, torch.cuda.mem_get_info(device)[0]
+        sketches = 0.0 if short else output_moments.room(model)  # in the host's memory before the first matrix is made
+        need, free = max(8 * _MATRICES * max(inputs, outputs) ** 2, sketches) + _WORKING, torch.cuda.mem_get_info(device)[0]
         if need > free:
             return f"it would take about {need / 1e9:.1f} GB of GPU memory beside the model, of which {free / 1e9:.1f} GB are free"
     return None

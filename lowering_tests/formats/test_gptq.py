@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -149,6 +152,25 @@ def test_rows_that_have_nothing_to_do_with_each_other_are_rounded_one_by_one():
         assert torch.equal(got.view(torch.uint8) if got.element_size() == 1 else got, want.view(torch.uint8) if want.element_size() == 1 else want)
 
 
+def peak(call: Callable[[], object], folder: Path) -> int:
+    """Bytes of tensors that ``call`` holds at once, beside what there is already."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiled:
+        call()
+    profiled.export_chrome_trace(str(folder / "trace.json"))
+    events = [e for e in json.loads((folder / "trace.json").read_text())["traceEvents"] if e.get("name") == "[memory]"]
+    first = min(events, key=lambda e: e["ts"])["args"]
+    return max(e["args"]["Total Allocated"] for e in events) - (first["Total Allocated"] - first["Bytes"])
+
+
+@pytest.mark.parametrize(("n", "k"), [(1024, 64), (64, 1024)])
+def test_three_large_matrices_at_once(n, k, tmp_path):
+    """In float64, of inputs and of outputs alike; those of outputs are made where they are needed, and used up."""
+    w, h, outputs = weight(n, k), hessian(100, k), gradients(n)
+    assert 2.5 < peak(lambda: gptq.quantize(w, h, outputs=outputs.double), tmp_path) / (8 * 1024**2) < 3.5
+    for got, want in zip(gptq.quantize(w, h, outputs=outputs.double), gptq.quantize(w, h, outputs=outputs), strict=True):
+        assert torch.equal(got.float(), want.float())
+
+
 def test_what_rows_are_rounded_to_is_the_best_answer_to_those_before():
     w, outputs, seen = weight(150, 32).double(), gradients(150), []
 
@@ -274,6 +296,8 @@ def test_refusals():
         gptq.quantize(w, torch.eye(16))
     with pytest.raises(ShapeError, match="gradients G"):
         gptq.quantize(w, torch.eye(32), outputs=torch.eye(32))
+    with pytest.raises(ShapeError, match="gradients G"):
+        gptq.quantize(w, torch.eye(32), outputs=lambda: torch.eye(32))
     with pytest.raises(NonFiniteError, match="NaN or Inf"):
         gptq.quantize(w, torch.eye(32), outputs=torch.full((4, 4), float("inf")))
     with pytest.raises(ShapeError, match="multiple of 16"):

@@ -22,7 +22,7 @@ SOURCE = "cpu/gptq.c"
 _ADDRESS = ctypes.c_void_p
 
 
-def quantize(w: Tensor, hessian: Tensor, global_scale: Tensor | None = None, outputs: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def quantize(w: Tensor, hessian: Tensor, global_scale: Tensor | None = None, outputs: gptq.Outputs | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`fp4_inductor.formats.gptq.quantize` with the fastest loops that run where ``w`` is."""
     return gptq.quantize(w, hessian, global_scale, _panels(w), outputs)
 
