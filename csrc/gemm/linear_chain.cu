@@ -131,7 +131,7 @@ template <typename T, bool kRouted> struct Fetching {
     const uint8_t *q = p.q, *scale = p.scale;
     if (kRouted && product == chain.routing.product) chain.routing.to_gate_up(Memory<T>::choice(chain).ids, q, scale, n, columns);  // of one expert
     rest = p.K - segment * kSegment;
-    // Of a last group with fewer columns the rows past the last one are rows before it, and not stored.
+    // Of a last group with fewer columns, two of four, the rows past the last one are rows before it, and not stored.
     second = n + 1 < columns || FP4_FAULT(READ_ROWS_PAST_N) ? row : 0;
     third = p.parts == 2 ? columns * row : n + 2 < columns || FP4_FAULT(READ_ROWS_PAST_N) ? 2 * row : 0;
     const uint32_t begin = n * row;
@@ -415,7 +415,7 @@ template <typename T, bool kRouted, bool kSummed> cudaError_t run(const ChainPar
     p.row = call.products[i].K / 2, p.step = (kSegment / 2) << p.log_k_groups;
     const bool alike = columns % (1 << p.log_width) == 0 && !(kRouted && i == call.routed);
     p.to_group = alike ? ((kWarps >> p.log_k_groups) << p.log_width) * p.row : 0;
-    if (c.K < 64 || c.K % 64 || c.K > kMostK || c.N < parts || c.mul || !then.fits((Finish)call.finish[i], c.N))
+    if (c.K < 64 || c.K % 64 || c.K > kMostK || c.N < 2 || c.N % 2 || c.mul || !then.fits((Finish)call.finish[i], c.N))
       return cudaErrorInvalidValue;
     if (i && (c.x != call.products[i - 1].y || c.K != chain.products[i - 1].columns)) return cudaErrorInvalidValue;
     chain.segments = p.segments > chain.segments ? p.segments : chain.segments;
@@ -444,7 +444,7 @@ template <typename T, bool kRouted, bool kSummed> cudaError_t run(const ChainPar
 }  // namespace
 
 // Returns a cudaError_t. Each product as linear_gemv takes it, with an RMSNorm or without; finish kPlain, kPointwise without mul, or kGlu. M = 1; K % 64 == 0,
-// K <= 16384; x, codes, scale and norm_weight 16-byte aligned. tile: of the first product the stages, 1 to 8,
+// K <= 16384; N % 2 == 0; x, codes, scale and norm_weight 16-byte aligned. tile: of the first product the stages, 1 to 8,
 // of each log2 of the warps that share K; 0 stages: its own choice. early: the kernel before writes none of the weights.
 extern "C" int fp4_linear_chain(const ChainParams* call) {
   if (!is_call(call) || call->count < 2 || call->count > kMostProducts) return cudaErrorInvalidValue;

@@ -282,7 +282,7 @@ def check_compiled(source, arch, folder, defines=(), whole=True):
         }  # of experts the scores, too
         sass = re.sub(f"{ARRIVAL}|{ARRIVAL_UNREAD}", "", sass)
         # beside its 17 warps there is room for a block of the attention behind it; a sum over ranks takes more
-        assert {int(registers) <= 64 for kernel, registers, _ in kernels if "ELb0EEEv" in kernel} == {True}
+        assert {int(registers) <= 72 for kernel, registers, _ in kernels if "ELb0EEEv" in kernel} == {True}
         assert max(int(registers) for _, registers, _ in kernels) <= 80
     assert not re.search(UNORDERED, sass), "sums in no fixed order"
     for instruction in wanted if both else [i for i in wanted if not i.endswith(r"F32\s")]:  # those are float16's

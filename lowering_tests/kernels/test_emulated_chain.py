@@ -224,6 +224,8 @@ def test_what_is_refused():
     for wrong in (dict(tile=(9, 0, 0, 0)), dict(tile=(8, 5, 0, 0))):
         with pytest.raises(EmulatorError, match="status"):
             run(x, [Product(**{**vars(products[0]), **wrong}), *products[1:]])
+    with pytest.raises(EmulatorError, match="status 1$"):  # the row behind three of a group could lie behind the weight
+        run(x, [products[0], Product(small_weight(67, 64))])
     long = [Product(small_weight(64, 16448)), Product(small_weight(64, 64))]
     with pytest.raises(EmulatorError, match="status 1$"):
         run(torch.randn(1, 16448).to(BF16), long)

@@ -15,6 +15,8 @@ _WHY = (
     "product: weights of the next one are on their way"
 )
 KERNELS = (
-    Kernel("linear_chain", "cuda_gemv_chain", "chain", (On(90, 90, MEASURED_H100, _WHY),), k_multiple=64, most_k=16384, most_n=_MOST_N, form=LIBRARY),
+    Kernel(
+        "linear_chain", "cuda_gemv_chain", "chain", (On(90, 90, MEASURED_H100, _WHY),), k_multiple=64, n_multiple=2, most_k=16384, most_n=_MOST_N, form=LIBRARY
+    ),
     Kernel("linear_chain", "one by one", "unfused", (On(0, 129, IN_CI, "each product by the kernel that its own op has"),), ANY),
 )
