@@ -172,6 +172,8 @@ def _automatic(
             found = _gptq(model, plan, replace(config, scale_search="gptq"), device, strict, progress, store, form)
         except (CalibrationError, NonFiniteError) as error:
             no_gptq = str(error).splitlines()[0]
+        except torch.OutOfMemoryError as error:  # nothing was changed, and a sweep over scales needs little
+            no_gptq = f"it ran out of GPU memory ({str(error).splitlines()[0]})"
         else:
             if short:
                 less = "less text than it takes by itself, with which" if form.together else "rows one by one, for together"

@@ -175,6 +175,22 @@ def test_gptq_that_fails_gives_way(tiny, monkeypatch):
     assert 'not "gptq", because calibration is too short for scale_search="gptq"' in note
 
 
+def test_no_memory_for_gptq_gives_way(tiny, monkeypatch):
+    """A GPU that another program fills meanwhile, or more than was counted on."""
+
+    def full(*args, **options):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.12 GiB.\nMore lines.")
+
+    model = tiny("llama")
+    with monkeypatch.context() as m:
+        m.setattr(gptq, "walk", full)
+        report = fp4_inductor.report(quantized(model))
+        with pytest.raises(torch.OutOfMemoryError, match="1.12 GiB"):
+            quantized(model, NVFP4Config("gptq"))
+    assert "scale_search=activation" in report.config
+    assert report.notes[0].endswith('not "gptq", because it ran out of GPU memory (CUDA out of memory. Tried to allocate 1.12 GiB.)')
+
+
 def test_what_is_wrong_with_given_text_is_still_an_error(tiny):
     for bad, kind in (([], errors.CalibrationError), ([torch.full((1, 8), 999)], errors.CalibrationError)):
         model = tiny("llama")
