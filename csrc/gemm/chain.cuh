@@ -32,6 +32,8 @@ template <typename T> struct Product {
     }
     return best;
   }
+  // Which of the warps that share K it is.
+  __device__ __forceinline__ int k_group_of(int warp) const { return warp & ((1 << log_k_groups) - 1); }
   // How many groups this block has, 0 or less where the blocks before have taken all.
   __device__ __forceinline__ int groups_of(int block) const { return min(groups, all - block * groups); }
 };
@@ -100,7 +102,7 @@ template <typename T> struct Memory {
 template <typename T, bool kRouted> struct Fetching {
   int product, group, end, rest;  // rest: k of the group's rows, from the step on
   const uint8_t *codes, *scales;  // what the lane copies of the first row, and of row lane / 16
-  uint32_t second, third;         // how far behind a pair's first row, in codes, its second row lies, and how far behind the first pair the second one
+  uint32_t next_row, next_pair;   // bytes of codes from a pair's first row to its second one, and from the first pair to the second one
 
   __device__ __forceinline__ void begin(const Chain<T>& chain, int first, int warp, int lane) {
     for (product = first; product < end; ++product) {
@@ -112,16 +114,16 @@ template <typename T, bool kRouted> struct Fetching {
   __device__ __forceinline__ void begin_group(const Chain<T>& chain, int warp, int lane) {
     const Product<T>& p = chain.products[product];
     int columns = p.columns, n = (blockIdx.x * p.groups + group) << p.log_width;
-    const uint32_t row = p.row, segment = warp & ((1 << p.log_k_groups) - 1);
+    const uint32_t row = p.row, segment = p.k_group_of(warp);
     const uint8_t *q = p.q, *scale = p.scale;
     if (kRouted && product == chain.routing.product) chain.routing.to_gate_up(Memory<T>::choice(chain).ids, q, scale, n, columns);  // of one expert
     rest = p.K - segment * kSegment;
     // Of a last group with fewer columns, two of four, the rows past the last one are rows before it, and not stored.
-    second = n + 1 < columns || FP4_FAULT(READ_ROWS_PAST_N) ? row : 0;
-    third = p.parts == 2 ? columns * row : n + 2 < columns || FP4_FAULT(READ_ROWS_PAST_N) ? 2 * row : 0;
+    next_row = n + 1 < columns || FP4_FAULT(READ_ROWS_PAST_N) ? row : 0;
+    next_pair = p.parts == 2 ? columns * row : n + 2 < columns || FP4_FAULT(READ_ROWS_PAST_N) ? 2 * row : 0;
     const uint32_t begin = n * row;
     codes = q + begin + (segment * (kSegment / 2) + lane * 16);
-    scales = scale + begin / 8 + ((lane < 16 ? 0 : second / 8) + segment * (kSegment / 16) + lane % 16 * 4);
+    scales = scale + begin / 8 + ((lane < 16 ? 0 : next_row / 8) + segment * (kSegment / 16) + lane % 16 * 4);
   }
   __device__ __forceinline__ void next(const Chain<T>& chain, Shared to, int warp, int lane) {
     if (product < end) {
@@ -134,17 +136,17 @@ template <typename T, bool kRouted> struct Fetching {
       to += lane * 16;
       const Shared scales_to = to + Step<R>::kCodes - lane * 12;
       if (rest >= kSegment || FP4_FAULT(READ_K_PAST_K)) {
-        cp_async<16>(to, q), cp_async<16>(to + kSegment / 2, q + second);
-        q += third;
-        cp_async<16>(to + kSegment, q), cp_async<16>(to + 3 * (kSegment / 2), q + second);
-        cp_async<4>(scales_to, scale), cp_async<4>(scales_to + kSegment / 8, scale + third / 8);
+        cp_async<16>(to, q), cp_async<16>(to + kSegment / 2, q + next_row);
+        q += next_pair;
+        cp_async<16>(to + kSegment, q), cp_async<16>(to + 3 * (kSegment / 2), q + next_row);
+        cp_async<4>(scales_to, scale), cp_async<4>(scales_to + kSegment / 8, scale + next_pair / 8);
       } else {  // zeros behind the rows' ends
         const bool live = lane * 32 < rest;
         const int live_scales = lane % 16 * 64 < rest ? 4 : 0;
-        cp_async_zfill<16>(to, q, live), cp_async_zfill<16>(to + kSegment / 2, q + second, live);
-        q += third;
-        cp_async_zfill<16>(to + kSegment, q, live), cp_async_zfill<16>(to + 3 * (kSegment / 2), q + second, live);
-        cp_async_src_size<4>(scales_to, scale, live_scales), cp_async_src_size<4>(scales_to + kSegment / 8, scale + third / 8, live_scales);
+        cp_async_zfill<16>(to, q, live), cp_async_zfill<16>(to + kSegment / 2, q + next_row, live);
+        q += next_pair;
+        cp_async_zfill<16>(to + kSegment, q, live), cp_async_zfill<16>(to + 3 * (kSegment / 2), q + next_row, live);
+        cp_async_src_size<4>(scales_to, scale, live_scales), cp_async_src_size<4>(scales_to + kSegment / 8, scale + next_pair / 8, live_scales);
       }
       const uint32_t step = p.step;
       codes += step, scales += step / 8, rest -= 2 * step;
@@ -153,7 +155,7 @@ template <typename T, bool kRouted> struct Fetching {
         if (group >= p.groups_of(blockIdx.x))
           begin(chain, product + 1, warp, lane);
         else if (p.to_group) {
-          const int k = p.K - (warp & ((1 << p.log_k_groups) - 1)) * kSegment, by = p.to_group - (k - rest) / 2;
+          const int k = p.K - p.k_group_of(warp) * kSegment, by = p.to_group - (k - rest) / 2;
           codes += by, scales += by / 8, rest = k;
         } else {
           begin_group(chain, warp, lane);
