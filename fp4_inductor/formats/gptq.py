@@ -142,14 +142,7 @@ def _check_outputs(w: Tensor, outputs: Tensor) -> None:
     _check(w.T, outputs, "outputs is G^T G over gradients G [rows, N] at the layer's output.")
 
 
-def _coded(
-    w: Tensor,
-    hessian: Tensor,
-    g: Tensor,
-    panels: Panels,
-    start: Sparse24Parts | None = None,
-    outputs: Outputs | None = None,
-) -> tuple[Tensor, Tensor]:
+def _coded(w: Tensor, hessian: Tensor, g: Tensor, panels: Panels, start: Sparse24Parts | None = None, outputs: Outputs | None = None) -> tuple[Tensor, Tensor]:
     """``(qdata uint8 [N, K/2], E4M3 codes uint8 [N, K/16])`` of ``w`` float32; of a sparse weight that is ``start`` before."""
     order, blocks = block_order(hessian)
     keep = None if start is None else sparse24.mask_of(start.meta)[:, order]

@@ -57,9 +57,8 @@ def sparse_layer(w: Tensor, config: Method, moments: Moments | None = None, squa
             mask = sparse24.mask_of_scores(nn.functional.pad(w.abs(), (0, -w.shape[1] % 4)))[:, : w.shape[1]]
         return Sparse24Linear.from_weight(w, mask=mask, scale_search=_search(config, square), channel_weight=square, prefill=config.prefill)
     layer = Sparse24Linear(w.shape[1], w.shape[0], dtype=w.dtype, device="meta", prefill=config.prefill)
-    pad = (0, layer.padding)
-    wanted = nn.functional.pad(moments.target(w) if moments and config.pruning in SEQUENTIAL else w.float(), pad)
-    hessian = nn.functional.pad(hessian.to(w.device), pad + pad)
+    wanted = moments.target(w) if moments and config.pruning in SEQUENTIAL else w.float()
+    wanted, hessian = _padded(wanted, hessian.to(w.device), layer.padding)
     if config.pruning in PRUNERS:
         parts = PRUNERS[config.pruning](wanted, hessian, _search(config, hessian.diagonal()))
     else:
@@ -84,14 +83,18 @@ def dense_layer(
         w = moments.target(w).to(w.dtype)
         if _rounds(config, moments):
             layer = FP4Linear(w.shape[1], w.shape[0], dtype=w.dtype, device="meta", prefill=config.prefill)
-            hessian = hessian.to(w.device)
-            if pad := layer.padding:
-                w, hessian = nn.functional.pad(w, (0, pad)), nn.functional.pad(hessian, (0, pad, 0, pad))
-            layer.take(gptq.quantize(w, hessian, global_scale, outputs))
+            layer.take(gptq.quantize(*_padded(w, hessian.to(w.device), layer.padding), global_scale, outputs))
             return layer
         if square is None or config.search != "gptq":
             square = hessian.diagonal().to(w.device)
     return FP4Linear.from_weight(w, scale_search=_search(config, square), channel_weight=square, global_scale=global_scale, prefill=config.prefill)
+
+
+def _padded(w: Tensor, hessian: Tensor, padding: int) -> tuple[Tensor, Tensor]:
+    """``w [N, K]`` and ``hessian [K, K]`` with so many channels of zeros behind theirs; the same tensors if there are none, where ``pad`` would copy them."""
+    if not padding:
+        return w, hessian
+    return nn.functional.pad(w, (0, padding)), nn.functional.pad(hessian, (0, padding, 0, padding))
 
 
 def _rounds(config: Method, moments: Moments | None) -> bool:
