@@ -23,7 +23,7 @@ from fp4_inductor.formats import nvfp4
 from fp4_inductor.integrations.rank_memory import join
 from fp4_inductor.kernels import csrc
 from fp4_inductor.kernels.linear_chain import on_csrc
-from fp4_inductor.ops.linear_chain import COUNTERS, ChainCall, Product, Routing, reference
+from fp4_inductor.ops.linear_chain import ARRIVALS, ChainCall, Product, Routing, reference
 from fp4_inductor.ops.router import FORMS
 
 BF16 = torch.bfloat16
@@ -163,7 +163,7 @@ def main() -> None:
         count = 2 if args.smoke else min(10, max(3, (800 << 20) // bytes_of(layers[0])))
         layers += [layer(shape, device) for _ in range(count - 1)]
         xs = [torch.randn(1, shape.attended, device=device).to(BF16) for _ in range(count)]
-        arrivals = torch.zeros(COUNTERS + 1, dtype=torch.int32, device=device)
+        arrivals = torch.zeros(ARRIVALS, dtype=torch.int32, device=device)
         one = 0.0
         for here in dict.fromkeys((1, ranks)):
             held = layers if here == 1 else [part(products, rank, ranks) for products in layers]

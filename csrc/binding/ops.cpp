@@ -329,7 +329,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> linear_chain(const Tensor& x, const s
   std::vector<Tensor> y;
   Dense dense;
   bool all_early = true;
-  Optional scores;
   for (size_t i = 0; i < count; ++i) {
     require(added[i] < (int64_t)i && (added[i] < 0 || added[i] != routed.gate_up), OP.name, "a product adds the result of an earlier one");
     const Optional sum = added[i] >= 0 ? Optional(y[added[i]]) : residual[i];
@@ -344,8 +343,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> linear_chain(const Tensor& x, const s
     if (gate_up) {
       require(router.has_value() && router->dim() == 2 && router->size(0) == t.codes.size(0) && router->size(1) == of.k && router->scalar_type() == of.type &&
                   router->get_device() == x.get_device() && x.size(0) == 1, OP.name, "the router is [experts, K] in the activations' dtype, which are one row");
-      scores = torch::stable::new_empty(x, {t.codes.size(0)}, of.type);
-      chain.router = dense(at(router)), chain.scores = scores->data_ptr(), chain.routed = (int)i, chain.experts = (int)t.codes.size(0);
+      chain.router = dense(at(router)), chain.routed = (int)i, chain.experts = (int)t.codes.size(0);
       chain.top_k = (int)routed.top_k, chain.units = (int)units, chain.form = (int)routed.form, chain.rounded = (int)routed.rounded;
     }
     fill(t, of, result, place.stream, dense, p);

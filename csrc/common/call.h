@@ -31,12 +31,11 @@ struct LinearParams {
 struct ChainParams {
   int64_t size = sizeof(ChainParams);  // as the caller knows it
   LinearParams products[4];            // calls of their own: x of a later one is y of the one before it, and residual may be y of any earlier one
-  void* arrivals;                      // int32, zeros, which the launch counts in and leaves zero
+  void* arrivals;                      // int32: its end is memory of Rows (rows.cuh), zeros ahead of the first launch; the next one follows on the same stream
   int64_t arrivals_count;
   // Two neighbours may be gate_up and down of the experts that a router chooses by what gate_up reads. Their codes, scales and global scales are those of all
-  // experts, N and K those of one, y of gate_up is [top_k, I]. router [experts, K] and scores [experts], which the launch writes, are of the dtype of x.
+  // experts, N and K those of one, y of gate_up is [top_k, I]. router [experts, K] is of the dtype of x.
   const void* router;  // null: there are none
-  void* scores;
   void* memory[8];            // of each rank of a group, as this one reaches it: exchange.cuh
   int count;                  // of products; early, dtype and stream are those of the first
   int finish[4];              // Finish of epilogue.cuh

@@ -116,6 +116,14 @@ __device__ __forceinline__ int count_arrival(int* counter) {
 
 // Adds one, and does not wait for what was there.
 __device__ __forceinline__ void arrive(int* counter) { asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory"); }
+// The same in no order with other accesses, and until a counter that is added to so is `count` or more.
+__device__ __forceinline__ void arrive_relaxed(int* counter) { asm volatile("red.relaxed.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory"); }
+__device__ __forceinline__ void wait_for_relaxed(const int* counter, int count) {
+  int arrived;
+  do {
+    asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(arrived) : "l"(counter) : "memory");
+  } while (arrived < count);
+}
 // Until that counter is `count` or more: what the blocks that added had written before is then visible to this thread, and behind a barrier to its block. Only
 // blocks of the same launch that run at once may be waited for.
 __device__ __forceinline__ void wait_for_arrivals(const int* counter, int count) {
@@ -129,6 +137,15 @@ __device__ __forceinline__ void wait_for_arrivals(const int* counter, int count)
 __device__ __forceinline__ uint4 load_relaxed(const void* p) {
   uint4 v;
   asm volatile("ld.relaxed.sys.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+  return v;
+}
+// The same, or zeros where nothing may be read; several stay in flight.
+__device__ __forceinline__ uint4 load_relaxed_or_zero(const void* p, bool live) {
+  uint4 v;
+  asm volatile("{.reg .pred live;\nsetp.ne.s32 live, %5, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n@live ld.relaxed.sys.global.v4.u32 {%0,%1,%2,%3}, [%4];}"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p), "r"((int)live)
+               : "memory");
   return v;
 }
 __device__ __forceinline__ uint32_t load_relaxed_16(const void* p) {

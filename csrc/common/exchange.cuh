@@ -7,18 +7,12 @@
 // So the rows have to be 0 before they are written. There are three sets of them. A launch writes to one, and sets the one of the launch before to 0: nobody
 // reads it any more, and a rank writes to it in its launch after the next, which begins when the next one has got what this rank sends behind this launch.
 #pragma once
-#include "nvfp4.cuh"
+#include "rows.cuh"
 
 namespace fp4 {
 
 constexpr int kMostRanks = 8, kExchangeSums = 2, kExchangeRow = 16384, kExchangeSets = 3;  // sums of a launch; the most elements of a row
 constexpr int kExchangeBlocks = 256;                                                       // the most blocks of a launch
-
-// Is no half of these words 0?
-__device__ __forceinline__ bool all_there(const uint4& v) {
-  auto missing = [](uint32_t w) { return (w - 0x00010001u) & ~w; };
-  return !((missing(v.x) | missing(v.y) | missing(v.z) | missing(v.w)) & 0x80008000u);
-}
 
 // T has two bytes. A rank's memory, zeros ahead of the first launch: of each block the number of the set that its next launch uses, then the sets.
 template <typename T> struct Exchange {

@@ -8,7 +8,9 @@
 
 namespace fp4 {
 
-constexpr int kMostProducts = 4, R = 4, kWarps = 16, kMultiplying = 32 * kWarps, kThreads = kMultiplying + 32, kMostK = kBatch * kMultiplying * 8;
+static_assert(kMostExperts <= kMostScores);
+constexpr int kMostProducts = kMostRows + 1, R = 4, kWarps = 16, kMultiplying = 32 * kWarps, kThreads = kMultiplying + 32, kMostK = kBatch * kMultiplying * 8;
+static_assert(kMostK <= kMostColumns);
 
 // Of experts K, columns and the groups are those of all chosen ones side by side.
 template <typename T> struct Product {
@@ -21,6 +23,8 @@ template <typename T> struct Product {
   float eps, norm_offset;
   int all, groups, segments, log_k_groups, log_width;  // groups of R rows, of each block; of K; of warps that share K; of the columns of a group
   uint32_t row, step;                                  // bytes of the codes of a row; those between a warp's steps
+  int blocks;                                          // that have groups
+  int added;                                           // the number of the product whose y is the residual, or -1
   int to_group;                                        // from a warp's group to its next one; 0: to be found from the beginning
 
   // log2 of the warps that share K, so that the warp with most steps has fewest; of those alike the fewest warps, whose sums are then added.
@@ -43,7 +47,7 @@ template <typename T> struct Product {
 template <typename T> struct Chain {
   Product<T> products[kMostProducts];
   int count, stages, segments, columns, ring;  // segments, columns of a block: the most of any product
-  int* arrivals;
+  Rows<T> rows;
   Routing<T> routing;
   Exchange<T> exchange;
   int sum[kMostProducts];                // of each product -1, or the number of the sum over the ranks that its results go into
@@ -59,8 +63,8 @@ template <typename T> struct Operands {
   float *scales, *added, *residual;  // [2][columns]; [2][columns]; [columns]
   int columns;
 
-  // experts: of the product of gate and up, else null. A product over experts has its global scales in x.
-  __device__ __forceinline__ void load(const Product<T>& p, int n, int c, const Routing<T>* experts, const int* chosen) const {
+  // earlier: the row of the product whose result is added, or null. experts: of the product of gate and up, else null. A product over experts has its global scales in x.
+  __device__ __forceinline__ void load(const Product<T>& p, int n, int c, const Routing<T>* experts, const int* chosen, const T* earlier) const {
 #pragma unroll
     for (int part = 0; part < 2; ++part)
       if (part < p.parts) {
@@ -69,7 +73,7 @@ template <typename T> struct Operands {
         scales[part * columns + c] = scale * kWeightUnit;
         added[part * columns + c] = p.bias ? Numbers<T>::to_float(p.bias[n + part * p.columns]) : 0.f;
       }
-    residual[c] = p.residual ? from_l2(p.residual + n) : 0.f;
+    residual[c] = !p.residual ? 0.f : earlier ? Rows<T>::load(earlier + n) : from_l2(p.residual + n);
   }
   __device__ __forceinline__ T value(const Product<T>& p, const float (&sums)[2], int c) const {
     float v = activate(sums[0] * scales[c] + added[c], p.act);

@@ -6,8 +6,7 @@
 // last rows of one product are summed, and while its blocks wait for each other, weights of the next product arrive, because they depend on nothing.
 //
 //   - Each block has the same share of the rows of every product, so each warp knows its steps of all products from the start, and fetches them in order.
-//   - A product begins when all blocks have counted themselves in `arrivals` behind the product before. So all blocks must run at once: a cooperative launch.
-//   - The last block to arrive at the end sets the counters back to zero for the next launch.
+//   - A product begins when the whole row of the one before is there, which says so itself (`Rows`). So all blocks must run at once: a cooperative launch.
 //   - The next kernel may begin at once (PDL). It finds room beside this one's threads and three stages, and then waits.
 //
 // Two neighbours may be those of a mixture of experts (`Routing`): gate_up of the experts that a router chooses by the same x, and their down product. Of these
@@ -23,20 +22,47 @@ namespace {
 
 using namespace fp4;
 
-// Numbers n to n + 7 of the sum over the ranks of a product's results, and the residual.
-template <typename T> __device__ __forceinline__ uint4 summed(const Chain<T>& chain, int product, int set, int n) {
-  const T* from = chain.sum_residual[product];
-  const uint4 residual = load_or_zero(from ? from + n : chain.products[product].y, from != nullptr);
+// Numbers n to n + 7 of the sum over the ranks of a product's results, and the residual. sums_set: of Exchange; set: of Rows.
+template <typename T> __device__ __forceinline__ uint4 summed(const Chain<T>& chain, int product, int sums_set, int set, int n) {
+  const int earlier = chain.products[product].added;
+  const T* from = earlier >= 0 ? chain.rows.row(set, earlier) : chain.sum_residual[product];
+  uint4 residual = load_relaxed_or_zero(from + n, from != nullptr);
+  if (earlier >= 0) Rows<T>::wait(residual, from + n);
   float v[8], added[8];
-  chain.exchange.load(set, chain.sum[product], n, v);
+  chain.exchange.load(sums_set, chain.sum[product], n, v);
   floats_of<T>(residual, added);
 #pragma unroll
   for (int i = 0; i < 8; ++i) v[i] += added[i];
   return packed<T>(v);
 }
 
-// The warps that multiply. Two barriers of the whole block for each product: behind the first one x may be read, behind the second one the sums. A routed one
-// has three more in between: behind them the router's sums, the scores of all blocks, and the choice may be read.
+// The columns of this block from the sums of its warps: to y, and to the row that the next product reads. What Operands holds has come meanwhile.
+template <typename T, bool kSummed> __device__ __forceinline__ void finish(const Chain<T>& chain, const Memory<T>& memory, int product, int set, int sums_set) {
+  const Product<T>& p = chain.products[product];
+  const bool last = product == chain.count - 1, summed = kSummed && chain.sum[product] >= 0;
+  const int n0 = blockIdx.x * p.groups << p.log_width, count = min(p.groups << p.log_width, p.columns - n0);
+  for (int c = threadIdx.x; c < count; c += kMultiplying) {
+    float all[2] = {};
+    for (int k_group = 0; k_group < 1 << p.log_k_groups; ++k_group) {
+      const float* row = memory.sums + (k_group * p.groups + (c >> p.log_width)) * R + (c & ((1 << p.log_width) - 1));
+      all[0] += row[0];
+      if (p.parts == 2) all[1] += row[FP4_FAULT(UP_FROM_GATE_ROWS) ? 0 : R / 2];
+    }
+    // Measured: told here, others read the row when it has just come; told a barrier earlier, they read it in vain where many warps' sums are added.
+    needed(all[0]);
+    if (c == 0 && !last && !summed) chain.rows.tell(set, product);
+    const T y = memory.operands.value(p, all, c);
+    if (summed) {
+      chain.exchange.store(sums_set, chain.sum[product], n0 + c, y);
+    } else {
+      if (!last) Rows<T>::store(chain.rows.row(set, product) + n0 + c, y);
+      p.y[n0 + c] = y;
+    }
+  }
+}
+
+// The warps that multiply. Two barriers of the whole block for each product but the first: behind the first one x may be read, behind the second one the sums. A
+// routed one has three more in between: behind them the router's sums, the scores of all blocks, and the choice may be read.
 template <typename T, bool kRouted, bool kSummed> __device__ __forceinline__ void multiply(const Chain<T>& chain, const Memory<T>& memory) {
   const int lane = threadIdx.x & 31, warp = uniform(threadIdx.x >> 5);
   uint8_t* ring = memory.rings + warp * (chain.stages * Step<R>::kBytes);
@@ -53,28 +79,36 @@ template <typename T, bool kRouted, bool kSummed> __device__ __forceinline__ voi
 #if FP4_ARCH >= 90
   pdl_wait_then_trigger();
 #endif
-  const int set = kSummed ? __ldcg(chain.exchange.next_set()) : 0;
+  const int set = __ldcg(chain.rows.next_set()), sums_set = kSummed ? __ldcg(chain.exchange.next_set()) : 0;
 
   int slot = 0;
 #pragma unroll 1
   for (int product = 0; product < chain.count; ++product) {
     const Product<T>& p = chain.products[product];
     const int K = p.K, groups = p.groups_of(blockIdx.x), chunks = p.segments * (kSegment / 8), k_groups = 1 << p.log_k_groups, k_group = warp & (k_groups - 1);
-    const bool routed = kRouted && product == chain.routing.product;
+    const bool routed = kRouted && product == chain.routing.product, after_sum = kSummed && product && chain.sum[product - 1] >= 0;
     if (groups <= 0 && !routed) continue;
     // The norm's weights for the thread's first part of x come while the blocks wait for each other.
     uint4 norm_weight = {};
     if (p.norm_weight && threadIdx.x * 8 < K) norm_weight = load_128(p.norm_weight + threadIdx.x * 8);
-    if (!FP4_FAULT(SKIP_BARRIER_BEFORE_X)) __syncthreads();
-    uint4 raw[kBatch];  // a thread's part of x, by loads that pass over L1, where lines of the y that is x may be old
+    if (product && !FP4_FAULT(SKIP_BARRIER_BEFORE_X)) __syncthreads();
+    const T* x_row = product ? chain.rows.row(set, product - 1) : p.x;
+    uint4 raw[kBatch];  // a thread's part of x
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
       const int c = threadIdx.x + i * kMultiplying;
-      if (kSummed && product && chain.sum[product - 1] >= 0) {
+      if (after_sum) {
         raw[i] = uint4{};
-        if (c * 8 < K) raw[i] = summed(chain, product - 1, set, c * 8);
+        if (c * 8 < K) raw[i] = summed(chain, product - 1, sums_set, set, c * 8);
       } else {
-        raw[i] = load_or_zero(p.x + (c * 8 < K ? c * 8 : 0), c * 8 < K);
+        raw[i] = load_relaxed_or_zero(x_row + (c * 8 < K ? c * 8 : 0), c * 8 < K);
+      }
+    }
+    if (product && !after_sum) {
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const int c = threadIdx.x + i * kMultiplying;
+        if (c * 8 < K) Rows<T>::wait(raw[i], x_row + c * 8);
       }
     }
     const int thread = kRouted ? thread_again() : threadIdx.x;
@@ -114,7 +148,7 @@ template <typename T, bool kRouted, bool kSummed> __device__ __forceinline__ voi
       __syncthreads();
       if (product + 2 < chain.count) fetch_to_l2(chain.products[product + 2]);
       __syncthreads();
-      chain.routing.choose(memory.choice(chain));
+      chain.routing.choose(chain.rows.scores(set), memory.choice(chain));
       __syncthreads();
       coming.end = chain.count;
       coming.begin(chain, product, warp, lane);
@@ -142,75 +176,61 @@ template <typename T, bool kRouted, bool kSummed> __device__ __forceinline__ voi
       if (lane % (32 / R) == 0) memory.sums[(k_group * p.groups + group) * R + lane / (32 / R)] = sum;
     }
     if (!FP4_FAULT(SKIP_BARRIER_BEFORE_SUMS)) __syncthreads();
+    finish<T, kSummed>(chain, memory, product, set, sums_set);
   }
   cp_async_wait_group<0>();  // the groups behind the last step are empty
 }
 
-// The last warp: it stores the block's results, counts the block as arrived, and waits for the others. A warp of its own, because the count is a release, which
-// waits for all that its thread has asked of memory: in a warp that fetches weights, for weights, too.
-template <typename T, bool kRouted, bool kSummed> __device__ __forceinline__ void finish(const Chain<T>& chain, const Memory<T>& memory) {
+// The last warp: it asks whether the next x is there, so that the others need not, and brings what `finish` needs.
+template <typename T, bool kRouted, bool kSummed> __device__ __forceinline__ void attend(const Chain<T>& chain, const Memory<T>& memory) {
   const int lane = threadIdx.x & 31;
 #if FP4_ARCH >= 90
   pdl_wait_then_trigger();
 #endif
-  int set = 0;
-  if constexpr (kSummed) set = __ldcg(chain.exchange.next_set()), chain.exchange.clear(set, lane);
+  const Rows<T>& rows = chain.rows;
+  const int set = __ldcg(rows.next_set());
+  rows.clear(set, lane);
+  int sums_set = 0;
+  if constexpr (kSummed) sums_set = __ldcg(chain.exchange.next_set()), chain.exchange.clear(sums_set, lane);
   // The block's columns of a product's sum over the ranks, and the residual.
   auto store_sum = [&](int product) {
     const Product<T>& p = chain.products[product];
-    const T* residual = chain.sum_residual[product];
+    const T *earlier = p.added >= 0 ? rows.row(set, p.added) : nullptr, *residual = chain.sum_residual[product];
     const int n0 = blockIdx.x * p.groups << p.log_width, count = min(p.groups << p.log_width, p.columns - n0);
-    for (int c = lane; c < count; c += 32) p.y[n0 + c] = chain.exchange.load(set, chain.sum[product], n0 + c, residual ? from_l2(residual + n0 + c) : 0.f);
+    for (int c = lane; c < count; c += 32) {
+      const float added = earlier ? Rows<T>::load(earlier + n0 + c) : residual ? from_l2(residual + n0 + c) : 0.f;
+      const T y = chain.exchange.load(sums_set, chain.sum[product], n0 + c, added);
+      if (product < chain.count - 1) Rows<T>::store(rows.row(set, product) + n0 + c, y);  // where a later product adds it
+      p.y[n0 + c] = y;
+    }
   };
 #pragma unroll 1
   for (int product = 0; product < chain.count; ++product) {
     const Product<T>& p = chain.products[product];
     const int groups = p.groups_of(blockIdx.x), n0 = blockIdx.x * p.groups << p.log_width, count = min(p.groups << p.log_width, p.columns - n0);
     const bool routed = kRouted && product == chain.routing.product, after_sum = kSummed && product && chain.sum[product - 1] >= 0;
-    if (groups > 0 || routed) {
-      if (product && !after_sum && lane == 0 && !FP4_FAULT(SKIP_WAIT_FOR_ARRIVALS)) wait_for_arrivals(chain.arrivals + product - 1, gridDim.x);
+    if (product && (groups > 0 || routed)) {
+      if (!after_sum && lane == 0) rows.wait_for_all(set, product - 1, chain.products[product - 1].blocks);
       if (!FP4_FAULT(SKIP_BARRIER_BEFORE_X)) __syncthreads();
     }
     if (after_sum) store_sum(product - 1);
     if (groups > 0 || routed) {
       if (routed) {
         __syncthreads();
-        chain.routing.store_scores(memory.choice(chain), lane);
-        __syncwarp();
-        if (lane == 0) {
-          arrive(chain.arrivals + chain.count);
-          wait_for_arrivals(chain.arrivals + chain.count, gridDim.x);
-        }
+        chain.routing.store_scores(rows.scores(set), memory.choice(chain), lane);
+        if (lane == 0) rows.tell(set, kMostRows), rows.wait_for_all(set, kMostRows, gridDim.x);
         __syncthreads();
         if (!FP4_FAULT(SKIP_BARRIER_BEFORE_CHOICE)) __syncthreads();
         chain.routing.weigh(memory.choice(chain), lane);
       }
-      for (int c = lane; c < count; c += 32) memory.operands.load(p, n0 + c, c, routed ? &chain.routing : nullptr, memory.choice(chain).ids);
+      const T* earlier = p.added >= 0 ? rows.row(set, p.added) : nullptr;
+      for (int c = lane; c < count; c += 32) memory.operands.load(p, n0 + c, c, routed ? &chain.routing : nullptr, memory.choice(chain).ids, earlier);
       if (!FP4_FAULT(SKIP_BARRIER_BEFORE_SUMS)) __syncthreads();
-      for (int c = lane; c < count; c += 32) {
-        float all[2] = {};
-        for (int k_group = 0; k_group < 1 << p.log_k_groups; ++k_group) {
-          const float* row = memory.sums + (k_group * p.groups + (c >> p.log_width)) * R + (c & ((1 << p.log_width) - 1));
-          all[0] += row[0];
-          if (p.parts == 2) all[1] += row[FP4_FAULT(UP_FROM_GATE_ROWS) ? 0 : R / 2];
-        }
-        const T y = memory.operands.value(p, all, c);
-        if (kSummed && chain.sum[product] >= 0)
-          chain.exchange.store(set, chain.sum[product], n0 + c, y);
-        else
-          p.y[n0 + c] = y;
-      }
     }
     if (kSummed && product == chain.count - 1 && chain.sum[product] >= 0) store_sum(product);
-    __syncwarp();
-    if (lane == 0) {
-      if (product < chain.count - 1)
-        arrive(chain.arrivals + product);
-      else if (count_arrival(chain.arrivals + product) == (int)gridDim.x - 1)
-        for (int i = 0; i < chain.count + kRouted; ++i) chain.arrivals[i] = FP4_FAULT(LEAVE_ARRIVALS);
-    }
   }
-  if constexpr (kSummed) chain.exchange.finish(set, lane);
+  rows.finish(set, lane);
+  if constexpr (kSummed) chain.exchange.finish(sums_set, lane);
 }
 
 // 72 registers, so that a block of the attention behind it, which waits, finds room beside this one's. A sum over ranks takes more.
@@ -219,7 +239,7 @@ template <typename T, bool kRouted, bool kSummed> __global__ void __maxnreg__(kS
   if (threadIdx.x < kMultiplying)
     multiply<T, kRouted, kSummed>(chain, memory);
   else
-    finish<T, kRouted, kSummed>(chain, memory);
+    attend<T, kRouted, kSummed>(chain, memory);
 }
 
 // One block a multiprocessor. Measured, o to q/k/v of an 8B model: three stages; with four the chain takes as long on an H100 and 2 us more on an H200, with five
@@ -227,8 +247,9 @@ template <typename T, bool kRouted, bool kSummed> __global__ void __maxnreg__(kS
 template <typename T, bool kRouted, bool kSummed> cudaError_t run(const ChainParams& call) {
   Chain<T> chain = {};
   int sums_of_ranks = 0;
-  chain.count = call.count, chain.arrivals = (int*)call.arrivals;
+  chain.count = call.count, chain.rows = Rows<T>::at_end_of(call.arrivals, call.arrivals_count);
   const int blocks = multiprocessors(), stages = call.products[0].tile[0];
+  if (blocks > kMostBlocks) return cudaErrorInvalidValue;
   int sums = 0;
   for (int i = 0; i < call.count; ++i) {
     LinearParams c = call.products[i];
@@ -239,11 +260,14 @@ template <typename T, bool kRouted, bool kSummed> cudaError_t run(const ChainPar
     Product<T>& p = chain.products[i];
     p = {(const T*)c.x, (const uint8_t*)c.codes, (const uint8_t*)c.scale, (const float*)c.global_scale, (const T*)c.bias, (const T*)c.residual,
          (const T*)c.norm_weight, (T*)c.y, c.K, columns, parts, c.act, then.second, then.third, c.eps, c.norm_offset};
+    p.added = -1;
+    for (int j = 0; j < i; ++j)
+      if (p.residual == chain.products[j].y) p.added = j;
     chain.sum[i] = kSummed && call.summed[i] ? sums_of_ranks++ : -1;
     if (chain.sum[i] >= 0) chain.sum_residual[i] = p.residual, p.residual = nullptr;
     // The whole row of an earlier sum is read as the residual: a product whose end all blocks wait for by a counter has to stand in between.
     if (chain.sum[i] >= 0 && (call.finish[i] == kGlu || c.act || columns > kExchangeRow || (i && chain.sum[i - 1] >= 0))) return cudaErrorInvalidValue;
-    p.log_width = parts == 2 ? 1 : 2, p.all = divided(columns, R / parts), p.groups = divided(p.all, blocks), p.segments = divided(c.K, kSegment);
+    p.log_width = parts == 2 ? 1 : 2, p.all = divided(columns, R / parts), p.groups = divided(p.all, blocks), p.blocks = divided(p.all, p.groups), p.segments = divided(c.K, kSegment);
     p.log_k_groups = stages ? c.tile[1] : p.best_k_groups();
     while (1 << p.log_k_groups > p.segments) --p.log_k_groups;
     p.row = call.products[i].K / 2, p.step = (kSegment / 2) << p.log_k_groups;
@@ -282,7 +306,7 @@ template <typename T, bool kRouted, bool kSummed> cudaError_t run(const ChainPar
 // of each log2 of the warps that share K; 0 stages: its own choice. early: the kernel before writes none of the weights.
 extern "C" int fp4_linear_chain(const ChainParams* call) {
   if (!is_call(call) || call->count < 2 || call->count > kMostProducts) return cudaErrorInvalidValue;
-  if (!call->arrivals || call->arrivals_count < call->count + (call->router ? 1 : 0)) return cudaErrorInvalidValue;
+  if (!call->arrivals || call->arrivals_count * 4 < Rows<__half>::kBytes) return cudaErrorInvalidValue;
   return by_dtype(call->products[0].dtype, [&](auto zero) {
     using T = decltype(zero);
     if (call->ranks) return call->router ? run<T, true, true>(*call) : run<T, false, true>(*call);

@@ -3,13 +3,14 @@
 // Each block has the router's rows of a few experts. Their scores meet in memory, and each block makes the choice again: an expert's rank is the number of
 // experts that are better, so that no thread waits for the choice before its own.
 #pragma once
+#include "../common/rows.cuh"
 #include "gemv.cuh"
 
 namespace fp4 {
 
-constexpr int kMostExperts = 512, kMostChosen = 32, kMostRows = 4;  // rows: of the router in a block
+constexpr int kMostExperts = 512, kMostChosen = 32, kRouterRows = 4;  // rows: of the router in a block
 constexpr int kScorers = 512;                                       // threads that score and choose
-constexpr int kChoiceBytes = 4 * (3 * kMostChosen + kMostRows * (kScorers / 32) + kMostExperts);
+constexpr int kChoiceBytes = 4 * (3 * kMostChosen + kRouterRows * (kScorers / 32) + kMostExperts);
 
 // In shared memory.
 struct Choice {
@@ -45,7 +46,6 @@ template <typename T> __device__ __forceinline__ uint4 packed(const float (&v)[8
 
 template <typename T> struct Routing {
   const T* router;  // [experts, K]
-  T* scores;        // [experts], as a linear layer rounds them
   const float *gate_up_scale, *down_scale;  // [experts, units], [experts]
   size_t gate_up_bytes, down_bytes;         // of the codes of an expert; those of its scales are an eighth
   int product;                              // gate_up; down is the next one
@@ -55,11 +55,11 @@ template <typename T> struct Routing {
   // Takes what concerns product i of the call, whose sizes become those of all chosen experts side by side; false if it has no meaning.
   bool take(const ChainParams& call, int i, int blocks, LinearParams& c) {
     if (i == call.routed) {
-      product = i, router = (const T*)call.router, scores = (T*)call.scores, gate_up_scale = (const float*)c.global_scale;
+      product = i, router = (const T*)call.router, gate_up_scale = (const float*)c.global_scale;
       experts = call.experts, chosen = call.top_k, K = c.K, inner = c.N / 2, units = call.units, form = call.form, rounded = call.rounded;
       gate_up_bytes = (size_t)c.N * (c.K / 2), reciprocal = (uint32_t)((0x100000000ull + inner - 1) / inner);
       c.N *= chosen, c.global_scale = nullptr;
-      return router && scores && c.N && i + 1 < call.count && experts <= kMostExperts && experts <= kMostRows * blocks && chosen >= 1 && chosen <= experts &&
+      return router && c.N && i + 1 < call.count && experts <= kMostExperts && experts <= kRouterRows * blocks && chosen >= 1 && chosen <= experts &&
              chosen <= kMostChosen && inner % 64 == 0 && units >= 1 && units <= 2 && call.finish[i] == kGlu && !c.bias;
     }
     if (i && i == call.routed + 1) {
@@ -108,12 +108,12 @@ template <typename T> struct Routing {
       if (lane == 0) choice.sums[i * (kScorers / 32) + warp] = sum;
     }
   }
-  __device__ __forceinline__ void store_scores(const Choice& choice, int lane) const {
+  __device__ __forceinline__ void store_scores(T* scores, const Choice& choice, int lane) const {
     const int row = blockIdx.x + lane * gridDim.x;
-    if (lane >= kMostRows || row >= experts) return;
+    if (lane >= kRouterRows || row >= experts) return;
     float sum = 0.f;
     for (int warp = 0; warp < kScorers / 32; ++warp) sum += choice.sums[lane * (kScorers / 32) + warp];
-    scores[row] = Numbers<T>::from_float(sum);
+    Rows<T>::store(scores + row, Numbers<T>::from_float(sum));
   }
 
   // A score's bits in an order of their own: NaN above all, -0 as 0; then the lower index first.
@@ -129,12 +129,11 @@ template <typename T> struct Routing {
   }
 
   // By kScorers threads.
-  __device__ __forceinline__ void choose(const Choice& choice) const {
+  __device__ __forceinline__ void choose(const T* scores, const Choice& choice) const {
     int all = 32;  // a power of two
     while (all < experts) all *= 2;
     if ((int)threadIdx.x < all) {
-      const unsigned short bits = (int)threadIdx.x < experts ? __ldcg((const unsigned short*)scores + threadIdx.x) : 0;
-      choice.keys[threadIdx.x] = (int)threadIdx.x < experts ? key_of(of_two_bytes<T>(bits), threadIdx.x) : 0;
+      choice.keys[threadIdx.x] = (int)threadIdx.x < experts ? key_of(Rows<T>::load_exact(scores + threadIdx.x), threadIdx.x) : 0;
     }
     if (!FP4_FAULT(SKIP_BARRIER_BEFORE_RANK)) named_barrier_sync(1, kScorers);
     const int share = kScorers / all, expert = threadIdx.x / share, part = threadIdx.x % share;  // threads to an expert, in one warp

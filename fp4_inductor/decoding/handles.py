@@ -16,7 +16,7 @@ from torch import Tensor
 from ..errors import ConfigError, ShapeError, UnsupportedOpError
 from ..kernels.cached_attention.composed import prompt
 from ..ops.cached_call import CachedCall, Stored
-from ..ops.linear_chain import COUNTERS
+from ..ops.linear_chain import ARRIVALS
 
 REMEDY = 'Select it with model.set_attn_implementation("fp4_inductor"); for a model that computes with K and V itself use transformers.StaticCache.'
 
@@ -24,15 +24,15 @@ REMEDY = 'Select it with model.set_attn_implementation("fp4_inductor"); for a mo
 class Counter:
     """How many tokens a cache holds: one number on the device for all its layers. ``at``: that number, where the host knows it.
 
-    ``arrivals``: zeros for the sequences times KV heads of a layer, ``rows`` of them, in which the programs of one launch count themselves; more of them where
-    ``fp4.linear_chain``, which counts in them between two attentions, needs more. It is zero again when a launch has ended, and all share it, because they
-    follow each other.
+    ``arrivals``: zeros for the sequences times KV heads of a layer, ``rows`` of them, in which the programs of an attention count themselves, and which are
+    zero again when it has ended; behind them those in which the blocks of ``fp4.linear_chain`` meet between two attentions. All launches share them, because
+    they follow each other.
     """
 
     def __init__(self, device: torch.device, max_length: int, layers: int, rows: int):
         self.layers = layers
         self.position = torch.zeros((), dtype=torch.int64, device=device)
-        self.arrivals = torch.zeros(max(rows, 2 * COUNTERS), dtype=torch.int32, device=device)
+        self.arrivals = torch.zeros(rows + ARRIVALS, dtype=torch.int32, device=device)
         self.max_length = max_length
         self.at: int | None = None
         self.starts = False  # a compiled call, which cannot read the position, is given an empty cache (``KVCache.from_empty``)

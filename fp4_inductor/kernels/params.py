@@ -66,7 +66,7 @@ class ChainParams(Struct):
         *_fields(LinearParams * 4, "products"),
         *_fields(ctypes.c_void_p, "arrivals"),
         *_fields(ctypes.c_int64, "arrivals_count"),
-        *_fields(ctypes.c_void_p, "router scores"),
+        *_fields(ctypes.c_void_p, "router"),
         *_fields(ctypes.c_void_p * _exchange.MOST_RANKS, "memory"),
         *_fields(ctypes.c_int, "count"),
         *_fields(ctypes.c_int * 4, "finish"),

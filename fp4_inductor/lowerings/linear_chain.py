@@ -20,7 +20,7 @@ from ..kernels import select
 from ..kernels.forms import Norm
 from ..kernels.select import plan
 from ..ops.activation import Activation
-from ..ops.linear_chain import CONTRACT, COUNTERS, MOST, ChainCall, Product
+from ..ops.linear_chain import ARRIVALS, CONTRACT, MOST, ChainCall, Product
 from ..ops.moe_call import ExpertWeight, MoeCall
 from ..passes.chain import PATHS, ZEROS
 from . import linear, linear_epilogue, linear_glu, moe
@@ -84,7 +84,7 @@ def _counters(c: Any) -> tuple[Any, str]:
     reason = kept.why_not() if _engines.compiles() else "its calls may run at the same time"
     if reason:
         return c.arrivals, f"its counters are filled at each call of the graph: {reason}"
-    return kept.zeros("fp4_counters", COUNTERS + 1, c.x.get_device()), "it counts in a constant of the graph"
+    return kept.zeros("fp4_counters", ARRIVALS, c.x.get_device()), "it counts in a constant of the graph"
 
 
 def _remarks(p: Product) -> tuple[str, ...]:

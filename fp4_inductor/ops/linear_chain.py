@@ -11,8 +11,8 @@
     act            int                 the number of an activation (``ops/activation.py``), which is applied ahead of what is added; 0: none
     glu            int                 1: the weight is of gate and up, and the result is act(gate) * up, [..., N / 2]; nothing is added
     starts         two ints            the rows at which the second and the third global scale begin; 0: there is none
-    arrivals       int32, 4 or more    zeros (5 or more with experts), which a kernel of one launch counts in and leaves zero; calls that share it follow each
-                                       other on one stream
+    arrivals       int32, ARRIVALS or  zeros ahead of the first call. A kernel of one launch has its blocks meet in the last ARRIVALS of them, and leaves there
+                   more                what the next call wants; calls that share it follow each other on one stream
     router         [E, K] or None      of experts: see below
     routing        four ints, or none  the number of the product of the experts' gates and ups; how many experts a row gets; the place of the router's form in
                                        ``FORMS`` (``ops/router.py``); 1: its weights are rounded to the dtype of x
@@ -55,7 +55,7 @@ from .router import FORMS
 MOST, LEAST = 4, 2  # products
 # What a launch takes of experts (csrc/gemm/routing.cuh): all, those of a row, rows of the router for each multiprocessor, numbers between their products.
 MOST_EXPERTS, MOST_CHOSEN, ROUTER_ROWS, MOST_INNER = 512, 32, 4, 16384
-COUNTERS = 4  # the least length of ``arrivals``, without experts
+ARRIVALS = 50180  # the least length of ``arrivals``: Rows<T>::kBytes / 4 of csrc/common/rows.cuh
 
 
 class Routing(NamedTuple):
@@ -202,9 +202,8 @@ def check(c: ChainCall) -> None:
             )
     if c.arrivals.dtype != torch.int32:
         raise DTypeError("fp4.linear_chain: arrivals", value=c.arrivals.dtype, limit=torch.int32, remedy="Pass zeros of int32.")
-    least = COUNTERS + (c.router is not None)
-    if c.arrivals.numel() < least:
-        raise ShapeError("fp4.linear_chain: arrivals", value=tuple(c.arrivals.shape), limit=f"{least} or more", remedy="Pass more zeros.")
+    if c.arrivals.numel() < ARRIVALS:
+        raise ShapeError("fp4.linear_chain: arrivals", value=tuple(c.arrivals.shape), limit=f"{ARRIVALS} or more", remedy="Pass more zeros.")
 
 
 def _check_sums(c: ChainCall) -> None:
@@ -299,7 +298,7 @@ def inputs(device: torch.device) -> Iterator[tuple[str, tuple]]:
     )  # fmt: skip
     for i, (lead, k, hidden, inner, n) in enumerate(shapes):
         for dtype in (torch.float32, torch.bfloat16):
-            arrivals = torch.zeros(COUNTERS + i, dtype=torch.int32, device=device)
+            arrivals = torch.zeros(ARRIVALS + i, dtype=torch.int32, device=device)
             made = _layer(dtype, device, lead, (k, hidden, inner, n), ("silu", "gelu_tanh", "relu")[i % 3], i)
             first, last = ((0, 4), (0, 3), (1, 4), (1, 3), (0, 2))[i % 5]
             x = torch.randn(*lead, made[first].qdata.shape[1] * 2, device=device).to(dtype)
@@ -312,7 +311,7 @@ def inputs(device: torch.device) -> Iterator[tuple[str, tuple]]:
         first = i % 2
         x = torch.randn(*lead, made[first].qdata.shape[-1] * 2, device=device).bfloat16()
         part = [p._replace(added=p.added - first if p.added >= first else -1) for p in made[first:]]
-        arrivals = torch.zeros(COUNTERS + 1, dtype=torch.int32, device=device)
+        arrivals = torch.zeros(ARRIVALS, dtype=torch.int32, device=device)
         yield f"x {tuple(x.shape)}, {k} of {e} experts", tuple(ChainCall.made(x, part, arrivals))
 
 

@@ -32,7 +32,7 @@ from ..kernels import registry, select
 from ..kernels.kernel import Span
 from ..kernels.select import Plan
 from ..ops import linear, linear_chain, linear_epilogue, linear_glu, linear_siblings, norm_linear
-from ..ops.linear_chain import COUNTERS, LEAST, MOST, ChainCall, Product
+from ..ops.linear_chain import ARRIVALS, LEAST, MOST, ChainCall, Product
 from ..ops.linear_epilogue import EpilogueCall
 from . import rank_sums, views
 from .counters import matched
@@ -95,7 +95,7 @@ def fuse(graph: Graph) -> None:
             if not run[0].before and not is_there(_plan(run[0], "linear_chain")):
                 break
             count, reason = _served(graph, run)
-            counters = counters_before(graph, run[0].node, sum(len(p.products) for p in run[:count]), any(p.before for p in run)) if count > 1 else ""
+            counters = counters_before(graph, run[0].node, sum(len(p.products) for p in run[:count])) if count > 1 else ""
             if isinstance(counters, str):
                 count, reason = min(count, 1), reason or counters
             if reason and not told:
@@ -277,8 +277,8 @@ class Counters(NamedTuple):
     number: int = 0
 
 
-def counters_before(graph: Graph, head: Node, count: int, experts: bool = False) -> Counters | str:
-    """In what ``count`` products from ``head`` on count, with experts or without; or why there is nothing."""
+def counters_before(graph: Graph, head: Node, count: int) -> Counters | str:
+    """In what ``count`` products from ``head`` on meet; or why there is nothing."""
     last = None
     for node in graph.nodes:
         if node is head:
@@ -293,9 +293,8 @@ def counters_before(graph: Graph, head: Node, count: int, experts: bool = False)
     parts = [name for name in last.kwargs if name.startswith("_arrivals_") and name != "_arrivals_base_index"]
     if parts or counters.dtype != torch.int32 or not counters.is_contiguous():
         return "the counters of the fp4.cached_attention before it are a part of a buffer"
-    needed = COUNTERS + experts
-    if type(counters.numel()) is not int or counters.numel() < needed:
-        return f"the fp4.cached_attention before it has {counters.numel()} counters, one launch needs {needed}"
+    if type(counters.numel()) is not int or counters.numel() < ARRIVALS:
+        return f"the fp4.cached_attention before it has {counters.numel()} counters, one launch needs {ARRIVALS}"
     return Counters(last, _COUNT[last.args[0]] + index)  # type: ignore[index]
 
 
@@ -378,9 +377,9 @@ def as_row(graph: Graph, node: Node) -> Node:
 
 def _zeros(graph: Graph, like: Tensor) -> Node:
     options = dict(dtype=torch.int32, layout=torch.strided, device=like.device, pin_memory=False)
-    zeros = graph.call_function(aten.full.default, ([COUNTERS + 1], 0), options)
+    zeros = graph.call_function(aten.full.default, ([ARRIVALS], 0), options)
     with like.fake_mode:  # type: ignore[attr-defined]
-        zeros.meta["val"] = torch.zeros(COUNTERS + 1, dtype=torch.int32, device=like.device)
+        zeros.meta["val"] = torch.zeros(ARRIVALS, dtype=torch.int32, device=like.device)
     zeros.meta["custom"] = {ZEROS: True}
     return zeros
 

@@ -44,7 +44,7 @@ def fuse(graph: Graph) -> None:
         reason = _why_not(moe)
         norm = read(below_views(x)) if not reason else None
         routed = _routed(moe, norm) if norm is not None else "no RMSNorm of one weight stands in front of the router and the experts"
-        counters = chain.counters_before(graph, moe, MOST, experts=True) if not isinstance(routed, str) and not reason else ""
+        counters = chain.counters_before(graph, moe, MOST) if not isinstance(routed, str) and not reason else ""
         reason = reason or next((found for found in (routed, counters) if isinstance(found, str)), "")
         if reason:
             missed(moe, value(moe), reason, UNCHAINED)

@@ -17,6 +17,7 @@ from torch import nn
 from fp4_inductor import FP4Linear, _engines, dispatch
 from fp4_inductor.lowerings.journal import listen
 from fp4_inductor.modules import SiblingWeight, pack_siblings
+from fp4_inductor.ops.linear_chain import ARRIVALS
 from fp4_inductor.passes import matches, missed, reset_matches
 from fp4_inductor.passes.missed import UNCHAINED
 from lowering_tests.fake_cuda import call_body, generated_code
@@ -70,7 +71,7 @@ class Decoder(nn.Module):
 def compiled(build=Decoder, rows=1, csrc="", **options):
     """``(the wrapper's call, journal, matches, why products were left apart)``"""
     reset_matches()
-    shapes = [((1, rows, K), BF16), ((1, KV_HEADS, LENGTH, D), BF16), ((8,), torch.int32)]
+    shapes = [((1, rows, K), BF16), ((1, KV_HEADS, LENGTH, D), BF16), ((ARRIVALS,), torch.int32)]
     with listen() as entries, missed.listen() as left, dispatch(**options):
         code = generated_code(build, shapes, csrc=csrc)[0]
     return call_body(code), entries, matches(), [m.reason for m in left if m.what == UNCHAINED]
@@ -165,7 +166,7 @@ def test_counters_of_its_own():
     assert launched(body)[:2] == ["triton_poi_fused", "linear_chain"] and launched(body)[-1] == "linear_chain"
     assert launched(body).count("triton_poi_fused") == 1
     [buffer] = {given.split(", ")[-3] for given in arguments(body, "linear_chain")}
-    assert re.search(rf"{buffer} = empty_strided_cuda\(\(5, \), \(1, \), torch.int32\)", body) and "fp4_counters" not in body
+    assert re.search(rf"{buffer} = empty_strided_cuda\(\({ARRIVALS}, \), \(1, \), torch.int32\)", body) and "fp4_counters" not in body
     assert "its counters are filled at each call of the graph: its calls may run at the same time" in first.note
     assert not any("counters" in e.note for e in others if not e.note.startswith("product 1"))
 
@@ -176,8 +177,8 @@ def test_counters_that_the_graph_keeps(engine, products):
     body, entries, counted, left = compiled(lambda: Alone(products))
     assert (counted["linear_chain"], left) == (2, [])
     assert launched(body)[0] == launched(body)[-1] == "linear_chain" and "triton_poi_fused" not in launched(body)
-    counted_in = re.findall(r"reinterpret_tensor\(fp4_counters, \(5, \), \(1, \), 0\), None, \(\), \(\), 0, 1, 90", body)
-    assert counted_in == ["reinterpret_tensor(fp4_counters, (5, ), (1, ), 0), None, (), (), 0, 1, 90"] * 2
+    counted_in = re.findall(r"reinterpret_tensor\(fp4_counters, \(\d+, \), \(1, \), 0\), None, \(\), \(\), 0, 1, 90", body)
+    assert counted_in == [f"reinterpret_tensor(fp4_counters, ({ARRIVALS}, ), (1, ), 0), None, (), (), 0, 1, 90"] * 2
     assert [e.note.endswith("begins while the kernel before it runs; it counts in a constant of the graph") for e in entries] == (
         [True] + [False] * (products - 1)
     ) * 2

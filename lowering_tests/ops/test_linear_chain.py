@@ -9,7 +9,7 @@ import fp4_inductor  # noqa: F401
 from fp4_inductor import errors
 from fp4_inductor.formats import nvfp4
 from fp4_inductor.ops import CONTRACTS
-from fp4_inductor.ops.linear_chain import MOST, ChainCall, Product
+from fp4_inductor.ops.linear_chain import ARRIVALS, MOST, ChainCall, Product
 
 fp4, BF16 = torch.ops.fp4, torch.bfloat16
 K, HIDDEN, INNER, N, EPS = 64, 48, 80, 96, 1e-5
@@ -34,7 +34,7 @@ def layer(rows=1, offset=1.0, act="silu"):
 
 
 def called(x, products, arrivals=None, **options):
-    arrivals = torch.zeros(4, dtype=torch.int32) if arrivals is None else arrivals
+    arrivals = torch.zeros(ARRIVALS, dtype=torch.int32) if arrivals is None else arrivals
     return fp4.linear_chain(*ChainCall.made(x, products, arrivals)._replace(**options))
 
 
@@ -42,7 +42,7 @@ def called(x, products, arrivals=None, **options):
 def test_the_products_one_by_one(rows):
     x = torch.randn(rows, K).to(BF16)
     o, gate_up, down, qkv = products = layer(rows)
-    arrivals = torch.zeros(5, dtype=torch.int32)
+    arrivals = torch.zeros(ARRIVALS, dtype=torch.int32)
     got = called(x, products, arrivals)
     h = fp4.linear_epilogue(x, *o[:4], "", None, o.residual)
     g = fp4.norm_linear_glu(h, gate_up.norm_weight, EPS, 1.0, *gate_up[:4], "silu")
@@ -64,7 +64,7 @@ def test_some_of_them():
 
 def test_products_and_arguments_are_the_same():
     products = layer()
-    call = ChainCall.made(torch.randn(1, K), products, torch.zeros(4, dtype=torch.int32))
+    call = ChainCall.made(torch.randn(1, K), products, torch.zeros(ARRIVALS, dtype=torch.int32))
     again = call.products()
     assert all(all(a is b or a == b for a, b in zip(p, q, strict=True)) for p, q in zip(products, again, strict=True))
     assert call.starts == [0, 0, INNER, 0, 0, 0, 32, 64] and call.glu == [0, 1, 0, 0] and call.act == [0, 1, 0, 0] and call.added == [-1, -1, 0, -1]
@@ -82,7 +82,7 @@ def test_nan_stays_in_its_row():
 
 def test_compiled_on_a_cpu():
     """The lowering of a device without such a kernel: that of each product."""
-    x, products, arrivals = torch.randn(1, K).to(BF16), layer(), torch.zeros(4, dtype=torch.int32)
+    x, products, arrivals = torch.randn(1, K).to(BF16), layer(), torch.zeros(ARRIVALS, dtype=torch.int32)
     call = ChainCall.made(x, products, arrivals)
     with torch.no_grad():
         got = torch.compile(lambda *args: fp4.linear_chain(*args), fullgraph=True)(*call)
@@ -102,7 +102,7 @@ REFUSED = {
     "a gate without activation": (errors.ConfigError, "what product 1 adds", lambda p: p, dict(act=[0, 0, 0, 0])),
     "an activation": (errors.ConfigError, "unknown activation; got 9", lambda p: p, dict(act=[0, 9, 0, 0])),
     "arrivals of another dtype": (errors.DTypeError, "arrivals", lambda p: p, dict(arrivals=torch.zeros(4))),
-    "too few arrivals": (errors.ShapeError, "4 or more", lambda p: p, dict(arrivals=torch.zeros(3, dtype=torch.int32))),
+    "too few arrivals": (errors.ShapeError, f"{ARRIVALS} or more", lambda p: p, dict(arrivals=torch.zeros(ARRIVALS - 1, dtype=torch.int32))),
     "a sum without a group": (errors.ConfigError, "summed over ranks; got summed .0.", lambda p: p, dict(summed=[0])),
     "a group without a sum": (errors.ConfigError, "a group and the numbers", lambda p: p, dict(group="tp")),
     "a sum of gates": (errors.ConfigError, "without activation", lambda p: p, dict(summed=[1], group="tp")),

@@ -68,11 +68,11 @@ def call_of(c: ChainCall, stream: int = 0) -> tuple[list[Tensor], params.ChainPa
         if p.routing is not None:
             router, top_k, form, rounded = p.routing
             experts = p.qdata.shape[0]
-            scores, y = x.new_empty(experts), x.new_empty(top_k, n // 2)
-            kept += (scores, y)
+            y = x.new_empty(top_k, n // 2)
+            kept.append(y)
             units = p.global_scale.numel() // experts
             more = dict(routed=len(results), experts=experts, top_k=top_k, units=units, form=FORMS.index(form), rounded=int(rounded))
-            more |= dict(router=dense(router), scores=scores)
+            more["router"] = dense(router)
         numbers = dict(zip(("second", "third"), (*p.starts, 0, 0), strict=False)) | dict(act=c.act[len(results)], eps=p.eps, norm_offset=p.norm_offset)
         added = results[p.added] if p.added >= 0 else dense(p.residual)
         sizes = dict(M=m, N=n, K=k, dtype=int(x.dtype == torch.float16), stream=stream)

@@ -38,6 +38,10 @@ inline uint32_t load_relaxed_16(const void* p) {
   emulated::halves_wait((const uint32_t*)((uintptr_t)p & ~(uintptr_t)3), (uintptr_t)p & 2 ? 0xFFFF0000 : 0xFFFF);
   return *(const uint16_t*)p;
 }
+inline uint4 load_relaxed_or_zero(const void* p, bool live) { return live ? *(const uint4*)p : uint4{}; }
+// What is stored behind it comes late.
+inline void arrive_relaxed(int* counter) { emulated::count_arrival(counter), emulated::give_way(); }
+inline void wait_for_relaxed(const int* counter, int count) { emulated::flag_wait(counter, count); }
 inline void store_relaxed_16(void* p, uint32_t bits) { emulated::store_16((uint16_t*)p, bits); }
 inline uint32_t load_table(Shared at) { return *(const uint32_t*)at; }
 inline float shuffle_xor(float v, int mask) {

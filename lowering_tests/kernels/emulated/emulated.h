@@ -81,6 +81,7 @@ void flag_wait(const int* flag, int least);
 void halves_wait(const uint32_t* word, uint32_t of);  // until no half of the word that `of` covers is 0
 void store_16(uint16_t* at, uint32_t bits);           // which others may read at any time
 int count_arrival(int* counter);
+void give_way();  // all other threads, of other clusters, too, go on first
 
 // FP4_FAULT(NAME) in a kernel is true while the test has switched on the fault of that name.
 constexpr unsigned fault_id(const char* name) {

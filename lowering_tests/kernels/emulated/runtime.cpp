@@ -16,6 +16,7 @@
 #include <memory>
 #include <random>
 #include <set>
+#include <utility>
 #include <vector>
 
 namespace emulated {
@@ -82,6 +83,7 @@ struct Fiber {
   Block* block;
   int id, warp, lane;  // id counts over the cluster
   bool done, began_early;  // not waited for the kernel before
+  bool late = false;       // lets all others go first
   const Barrier* waits;
   unsigned generation;
   const int* flag;  // waits until it is `least` or more, or
@@ -309,7 +311,7 @@ bool run(Launch& launch) {
     if (seed) std::shuffle(order.begin(), order.end(), random);
     bool moved = false;
     for (Fiber* f : order) {
-      if (f->done || (f->waits && f->waits->generation == f->generation) || (f->flag && !f->flag_is_set())) continue;
+      if (f->done || f->late || (f->waits && f->waits->generation == f->generation) || (f->flag && !f->flag_is_set())) continue;
       f->waits = nullptr;
       f->flag = nullptr;
       current = f;
@@ -318,7 +320,9 @@ bool run(Launch& launch) {
       if (failed) return true;
     }
     if (moved) continue;
-    if (std::any_of(order.begin(), order.end(), [](Fiber* f) { return !f->done && f->flag; })) return false;
+    bool late = false;
+    for (Fiber* f : order) late = std::exchange(f->late, false) || late;
+    if (late || std::any_of(order.begin(), order.end(), [](Fiber* f) { return !f->done && f->flag; })) return false;
     deadlock(launch);
   }
   return true;
@@ -621,6 +625,11 @@ void halves_wait(const uint32_t* word, uint32_t of) {
 void store_16(uint16_t* at, uint32_t bits) {
   access((const uint8_t*)at, 2, true, false);
   *at = bits;
+}
+
+void give_way() {
+  current->late = true;
+  leave();
 }
 
 int count_arrival(int* counter) {
