@@ -27,7 +27,7 @@ template <typename T> struct Rows {
   uint8_t* memory;
 
   // At the end of `count` words.
-  static Rows at_end_of(void* words, int64_t count) { return {(uint8_t*)words + (count * 4 - kBytes + 15) / 16 * 16}; }
+  static Rows at_end_of(void* words, int64_t count) { return {(uint8_t*)(((uintptr_t)words + count * 4 - kBytes + 15) / 16 * 16)}; }
 
   __device__ __forceinline__ int* next_set() const { return (int*)memory + blockIdx.x; }
   __device__ __forceinline__ uint8_t* of(int set) const { return memory + kHead + set * kSet; }

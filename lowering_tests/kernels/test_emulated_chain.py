@@ -83,7 +83,7 @@ def run(
             places.append((kernel.put(out).value, out))
             calls.append(LinearParams.of(**fields | dict(x=row.value, y=places[-1][0], residual=None if residual is None else residual.value)))
             row = ctypes.c_void_p(places[-1][0])
-        counters = kernel.put(launch.arrivals)
+        counters = kernel.put(launch.arrivals, 4)  # of any alignment
         sizes = dict(count=len(calls) if count is None else count, finish=[p.finish for p in products], arrivals=counters.value, arrivals_count=ARRIVALS)
         call = ChainParams.of(**sizes | given)
         for i, one in enumerate(calls):
