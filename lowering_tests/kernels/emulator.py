@@ -31,7 +31,7 @@ from fp4_inductor.ops.activation import Activation
 
 FOLDER = Path(__file__).parent / "emulated"
 COMMON = ("-std=c++17", "-fPIC", f"-I{FOLDER}")
-# Every access is reported to runtime.cpp (which is linked in place of the sanitizers' own libraries), and so is undefined behaviour.
+# Every access is reported to memory.cpp (which is linked in place of the sanitizers' own libraries), and so is undefined behaviour.
 INSTRUMENTED = ("-fsanitize=thread,alignment,shift,signed-integer-overflow,bounds", "-Wno-unknown-pragmas")
 # Of the emulator itself, whose functions call each other as they are; a product and a sum stay two roundings.
 FAST = ("-O3", "-march=native", "-ffp-contract=off", "-fno-semantic-interposition")
@@ -120,7 +120,7 @@ def _headers(options: Iterable[str]) -> Path:
 
 @functools.cache
 def _runtime() -> tuple[Path, ...]:
-    return tuple(_made(FOLDER / name, ".o", (*COMMON, *FAST, "-c", str(FOLDER / name))) for name in ("runtime.cpp", "device.cpp"))
+    return tuple(_made(FOLDER / name, ".o", (*COMMON, *FAST, "-c", str(FOLDER / name))) for name in ("runtime.cpp", "memory.cpp", "copies.cpp", "device.cpp"))
 
 
 class Emulated:

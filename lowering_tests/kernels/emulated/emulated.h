@@ -2,7 +2,7 @@
 //
 // The analogue of Triton's interpreter. Threads of a block (of all blocks of a cluster) are fibers; a warp-wide instruction,
 // a shuffle or a barrier waits until its threads have met. What csrc/common/device.cuh and csrc/sm90/ wrap in PTX on a GPU
-// has its C++ form in device.h. The compiler reports every memory access to runtime.cpp (it is run with -fsanitize=thread
+// has its C++ form in device.h. The compiler reports every memory access to memory.cpp (it is run with -fsanitize=thread
 // against a runtime of our own), which checks what compute-sanitizer would: bounds, alignment, reads of what nobody wrote,
 // reads of an asynchronous copy that has not been waited for, and races between threads that no barrier separates.
 #pragma once
