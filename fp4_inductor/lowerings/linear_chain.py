@@ -57,16 +57,16 @@ def lower(*args, **kwargs):
         return None if t is None else inductor.contiguous(t if len(lead) == 1 else inductor.view(t, [m, t.get_size()[-1]]))
 
     dense = {name: [None if t is None else inductor.contiguous(t) for t in getattr(c, name)] for name in ("qdata", "scale", "global_scale", "norm_weight")}
-    arrivals, counted = _counters(c)
+    arrivals, met = _arrivals(c)
     router = None if c.router is None else inductor.contiguous(c.router)
     given = c._replace(group=_exchange.number_of(c.group), arrivals=arrivals, x=flat(c.x), residual=[flat(t) for t in c.residual], router=router, **dense)
     arch = plans[0].call.arch
-    # Counters, global scales and what is added are read when the kernel before it has ended.
+    # Where blocks meet, global scales and what is added are read when the kernel before it has ended.
     read = tuple(t for name in ("qdata", "scale", "norm_weight") for t in dense[name] if t is not None)
     read += () if router is None else (router,)
     early, told = linear.begins_early(arch, (given.x,), read)
     notes = [linear.join(f"product {i + 1} of {len(products)} of one launch", *_remarks(p)) for i, p in enumerate(products)]
-    notes[0] = linear.join(notes[0], told, counted)
+    notes[0] = linear.join(notes[0], told, met)
     paths = (inductor.current_meta("custom") or {}).get(PATHS) or [("", [])] * len(products)
     for options, decision, note, (path, members) in zip(plans, decisions, notes, paths, strict=True):
         record(options, decision, m, module=path, note=linear.join(linear.together(members), note))
@@ -76,15 +76,15 @@ def lower(*args, **kwargs):
     return [inductor.view(y, [*lead, y.get_size()[-1]]) if i < len(products) else y for i, y in enumerate(results)]
 
 
-def _counters(c: Any) -> tuple[Any, str]:
-    """What the launch counts in, and what explain() says of it."""
+def _arrivals(c: Any) -> tuple[Any, str]:
+    """Where the blocks of the launch meet, and what explain() says of it."""
     node = inductor.argument("arrivals", ChainCall._fields.index("arrivals"))
     if node is None or not (node.meta.get("custom") or {}).get(ZEROS):
         return c.arrivals, ""
     reason = kept.why_not() if _engines.compiles() else "its calls may run at the same time"
     if reason:
-        return c.arrivals, f"its counters are filled at each call of the graph: {reason}"
-    return kept.zeros("fp4_counters", ARRIVALS, c.x.get_device()), "it counts in a constant of the graph"
+        return c.arrivals, f"what its blocks meet in is filled at each call of the graph: {reason}"
+    return kept.zeros("fp4_arrivals", ARRIVALS, c.x.get_device()), "its blocks meet in a constant of the graph"
 
 
 def _remarks(p: Product) -> tuple[str, ...]:

@@ -6,9 +6,9 @@
 In a decoder these are the products between two attentions. It runs behind the passes that make norms, epilogues and gates part of the products. They stay
 apart where the kernel is off or does not take one of them, or where another kernel than cuda_gemv would serve one; ``explain()`` gives the reason.
 
-The launch counts in the counters of the ``fp4.cached_attention`` before it. Both write them, so that both are ``auto_functionalized_v2`` in the graph: each
-reads what the one before it wrote, which keeps their order. In a graph without such counters (vLLM's, whose attention is its own) the first launch counts in
-zeros that the graph makes, and the others in what it leaves. Where a graph is called on one stream at a time (:mod:`.._engines`), its lowering keeps these
+The blocks of the launch meet in the ``arrivals`` of the ``fp4.cached_attention`` before it. Both write them, so that both are ``auto_functionalized_v2`` in the
+graph: each reads what the one before it wrote, which keeps their order. In a graph without them (vLLM's, whose attention is its own) the first launch takes
+zeros that the graph makes, and the others what it leaves. Where a graph is called on one stream at a time (:mod:`.._engines`), its lowering keeps these
 zeros from call to call (``lowerings/linear_chain.py``). Elsewhere they are a launch, so two products alone are not joined for them.
 
 Of a model that is divided among ranks a product may give a part of its result: ``residual + wait_tensor(all_reduce(linear(...)))``. Where the ranks share
@@ -49,10 +49,10 @@ _NORMED = (norm_linear.LINEAR, norm_linear.LINEAR_SIBLINGS, norm_linear.LINEAR_G
 PRODUCTS = {contract.op for contract in (*_ALONE, *_NORMED)}
 # What may be computed ahead of the first product, where it stands behind that.
 _MOVED = views.RESHAPES | views.UNITS | views.SAME | views.TURNS | views.PARTS | views.SPLITS
-# Of an operator that counts in ``arrivals``: how many results it returns ahead of what it has written.
-_COUNT = {torch.ops.fp4.cached_attention.default: 1, linear_chain.CONTRACT.op: MOST}
-ZEROS = "fp4_zeros_to_count_in"  # node.meta["custom"]: of zeros that the first chain of a graph counts in, and that it leaves zero
-NO_COUNTERS = "no fp4.cached_attention stands before it, in whose counters two products could count, and zeros of its own would be a launch more"
+# Of an operator whose programs meet in ``arrivals``: how many results it returns ahead of what it has written.
+_MEET = {torch.ops.fp4.cached_attention.default: 1, linear_chain.CONTRACT.op: MOST}
+ZEROS = "fp4_zeros_to_meet_in"  # node.meta["custom"]: of the zeros that the first chain of a graph is given
+NO_ARRIVALS = "no fp4.cached_attention stands before it, in whose arrivals two products could meet, and zeros of its own would be a launch more"
 PATHS = "fp4_products"  # node.meta["custom"], which torch keeps: of each product the path of its layer, and those of its members
 
 
@@ -95,15 +95,15 @@ def fuse(graph: Graph) -> None:
             if not run[0].before and not is_there(_plan(run[0], "linear_chain")):
                 break
             count, reason = _served(graph, run)
-            counters = counters_before(graph, run[0].node, sum(len(p.products) for p in run[:count])) if count > 1 else ""
-            if isinstance(counters, str):
-                count, reason = min(count, 1), reason or counters
+            arrivals = arrivals_before(graph, run[0].node, sum(len(p.products) for p in run[:count])) if count > 1 else ""
+            if isinstance(arrivals, str):
+                count, reason = min(count, 1), reason or arrivals
             if reason and not told:
                 node = nodes[max(count - 1, 0)]
                 missed(node, value(node), reason, UNCHAINED)
                 told = True
-            if count > 1 and not isinstance(counters, str):
-                _rewrite(graph, run[:count], counters)
+            if count > 1 and not isinstance(arrivals, str):
+                _rewrite(graph, run[:count], arrivals)
             nodes = nodes[max(count, 1) :]
 
 
@@ -270,35 +270,35 @@ def _is_ahead(node: Node, place: dict[Node, int], begin: int) -> bool:
     return node.target in _MOVED and all(_is_ahead(n, place, begin) for n in node.all_input_nodes)
 
 
-class Counters(NamedTuple):
-    """Result ``number`` of ``writer``, the operator that counted last; ``writer`` None: zeros that the graph makes."""
+class Arrivals(NamedTuple):
+    """Result ``number`` of ``writer``, the operator whose programs met last; ``writer`` None: zeros that the graph makes."""
 
     writer: Node | None
     number: int = 0
 
 
-def counters_before(graph: Graph, head: Node, count: int) -> Counters | str:
+def arrivals_before(graph: Graph, head: Node, count: int) -> Arrivals | str:
     """In what ``count`` products from ``head`` on meet; or why there is nothing."""
     last = None
     for node in graph.nodes:
         if node is head:
             break
-        if is_call(node, _WRITES) and node.args[0] in _COUNT and node.kwargs.get("_arrivals_base_index") is not None:
+        if is_call(node, _WRITES) and node.args[0] in _MEET and node.kwargs.get("_arrivals_base_index") is not None:
             last = node
     if last is None:
-        return Counters(None) if _engines.compiles() or count > LEAST else NO_COUNTERS
+        return Arrivals(None) if _engines.compiles() or count > LEAST else NO_ARRIVALS
     index: Any = last.kwargs["_arrivals_base_index"]
     bases: Any = last.kwargs["_all_bases"]
-    counters = value(bases[index])
+    arrivals = value(bases[index])
     parts = [name for name in last.kwargs if name.startswith("_arrivals_") and name != "_arrivals_base_index"]
-    if parts or counters.dtype != torch.int32 or not counters.is_contiguous():
-        return "the counters of the fp4.cached_attention before it are a part of a buffer"
-    if type(counters.numel()) is not int or counters.numel() < ARRIVALS:
-        return f"the fp4.cached_attention before it has {counters.numel()} counters, one launch needs {ARRIVALS}"
-    return Counters(last, _COUNT[last.args[0]] + index)  # type: ignore[index]
+    if parts or arrivals.dtype != torch.int32 or not arrivals.is_contiguous():
+        return "the arrivals of the fp4.cached_attention before it are a part of a buffer"
+    if type(arrivals.numel()) is not int or arrivals.numel() < ARRIVALS:
+        return f"the fp4.cached_attention before it has {arrivals.numel()} arrivals, one launch needs {ARRIVALS}"
+    return Arrivals(last, _MEET[last.args[0]] + index)  # type: ignore[index]
 
 
-def _rewrite(graph: Graph, run: list[_Linear], found: Counters) -> None:
+def _rewrite(graph: Graph, run: list[_Linear], found: Arrivals) -> None:
     head, group = run[0].node, next((p.group for p in run if p.group), "")
     place = {node: i for i, node in enumerate(graph.nodes)}
     older = [user for user in found.writer.users if is_call(user, operator.getitem) and user.args[1] == found.number] if found.writer is not None else []
@@ -326,7 +326,7 @@ def _rewrite(graph: Graph, run: list[_Linear], found: Counters) -> None:
     matched("linear_chain")
 
 
-def launch(graph: Graph, x: Node, products: list[Product], prefill: str, counters: Counters, meta: dict[str, Any], layers: list[Node], group: str = "") -> Node:
+def launch(graph: Graph, x: Node, products: list[Product], prefill: str, found: Arrivals, meta: dict[str, Any], layers: list[Node], group: str = "") -> Node:
     """The chain of ``products``, at the place where the graph is being written.
 
     Args:
@@ -334,7 +334,7 @@ def launch(graph: Graph, x: Node, products: list[Product], prefill: str, counter
         layers: the nodes whose products they were.
         group: whose ranks sum those that are ``summed``.
     """
-    writer, number = counters
+    writer, number = found
     if writer is None:
         arrivals = _zeros(graph, value(x))
     else:
@@ -384,10 +384,10 @@ def _zeros(graph: Graph, like: Tensor) -> Node:
     return zeros
 
 
-def _meta(call: dict[str, Any], counters: Node, before: dict[str, Any], layers: list[Node]) -> dict[str, Any]:
+def _meta(call: dict[str, Any], given: Node, before: dict[str, Any], layers: list[Node]) -> dict[str, Any]:
     """Of the node of the chain: that of its first product, its own values, and the layers that it computes."""
     fakes = torch.fx.map_arg(call, value)
-    arrivals: Any = value(counters)
+    arrivals: Any = value(given)
     with arrivals.fake_mode:
         results = linear_chain.fake(ChainCall(**fakes, arrivals=arrivals))
         written = torch.empty_like(arrivals)

@@ -44,12 +44,12 @@ def fuse(graph: Graph) -> None:
         reason = _why_not(moe)
         norm = read(below_views(x)) if not reason else None
         routed = _routed(moe, norm) if norm is not None else "no RMSNorm of one weight stands in front of the router and the experts"
-        counters = chain.counters_before(graph, moe, MOST) if not isinstance(routed, str) and not reason else ""
-        reason = reason or next((found for found in (routed, counters) if isinstance(found, str)), "")
+        arrivals = chain.arrivals_before(graph, moe, MOST) if not isinstance(routed, str) and not reason else ""
+        reason = reason or next((found for found in (routed, arrivals) if isinstance(found, str)), "")
         if reason:
             missed(moe, value(moe), reason, UNCHAINED)
             continue
-        _rewrite(graph, moe, norm, routed, counters)  # type: ignore[arg-type]
+        _rewrite(graph, moe, norm, routed, arrivals)  # type: ignore[arg-type]
 
 
 def _plan(moe: Node) -> Any:
@@ -140,7 +140,7 @@ def _sum_of(moe: Node) -> tuple[Node, Node | None]:
     return moe, None
 
 
-def _rewrite(graph: Graph, moe: Node, norm: RMSNorm, routed: tuple[Node, Node | None, Routing], counters: chain.Counters) -> None:
+def _rewrite(graph: Graph, moe: Node, norm: RMSNorm, routed: tuple[Node, Node | None, Routing], arrivals: chain.Arrivals) -> None:
     call: Any = MoeCall.of(*moe.args, **moe.kwargs)
     end, residual, routing = routed
     gate_up, down = call.gate_up, call.down
@@ -152,7 +152,7 @@ def _rewrite(graph: Graph, moe: Node, norm: RMSNorm, routed: tuple[Node, Node | 
             ),
             Product(down.qdata, down.scale, down.global_scale, residual=None if residual is None else chain.as_row(graph, residual)),
         ]  # fmt: skip
-        new = chain.launch(graph, chain.as_row(graph, norm.x), products, call.prefill, counters, moe.meta, [moe, moe])
+        new = chain.launch(graph, chain.as_row(graph, norm.x), products, call.prefill, arrivals, moe.meta, [moe, moe])
         result = item(graph, new, 1)
         shape = list(value(end).shape)
         end.replace_all_uses_with(result if shape == list(value(result).shape) else emit(graph, aten.reshape.default, (result, shape)))

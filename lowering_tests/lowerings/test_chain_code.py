@@ -1,6 +1,6 @@
 """Generated CUDA code of products that are one launch: fp4.linear_chain between two attentions. No GPU (fake_cuda.py).
 
-The stand-in for a GPU traces no call that writes its inputs, so that the caches and their counters are made in the graph here.
+The stand-in for a GPU traces no call that writes its inputs, so that the caches and their arrivals are made in the graph here.
 """
 
 from __future__ import annotations
@@ -159,27 +159,27 @@ class Alone(nn.Module):
         return x
 
 
-def test_counters_of_its_own():
+def test_zeros_of_its_own():
     """One buffer for both, which is zeroed at each call: calls on several streams have one each."""
     body, (first, *others), counted, left = compiled(Alone)
     assert (counted["linear_chain"], left) == (2, [])
     assert launched(body)[:2] == ["triton_poi_fused", "linear_chain"] and launched(body)[-1] == "linear_chain"
     assert launched(body).count("triton_poi_fused") == 1
     [buffer] = {given.split(", ")[-3] for given in arguments(body, "linear_chain")}
-    assert re.search(rf"{buffer} = empty_strided_cuda\(\({ARRIVALS}, \), \(1, \), torch.int32\)", body) and "fp4_counters" not in body
-    assert "its counters are filled at each call of the graph: its calls may run at the same time" in first.note
-    assert not any("counters" in e.note for e in others if not e.note.startswith("product 1"))
+    assert re.search(rf"{buffer} = empty_strided_cuda\(\({ARRIVALS}, \), \(1, \), torch.int32\)", body) and "fp4_arrivals" not in body
+    assert "what its blocks meet in is filled at each call of the graph: its calls may run at the same time" in first.note
+    assert not any("blocks meet" in e.note for e in others if not e.note.startswith("product 1"))
 
 
 @pytest.mark.parametrize("products", [2, 3])
-def test_counters_that_the_graph_keeps(engine, products):
+def test_zeros_that_the_graph_keeps(engine, products):
     """An engine's graph is called on one stream at a time: a constant, for all of its launches, and no launch that fills it."""
     body, entries, counted, left = compiled(lambda: Alone(products))
     assert (counted["linear_chain"], left) == (2, [])
     assert launched(body)[0] == launched(body)[-1] == "linear_chain" and "triton_poi_fused" not in launched(body)
-    counted_in = re.findall(r"reinterpret_tensor\(fp4_counters, \(\d+, \), \(1, \), 0\), None, \(\), \(\), 0, 1, 90", body)
-    assert counted_in == [f"reinterpret_tensor(fp4_counters, ({ARRIVALS}, ), (1, ), 0), None, (), (), 0, 1, 90"] * 2
-    assert [e.note.endswith("begins while the kernel before it runs; it counts in a constant of the graph") for e in entries] == (
+    met_in = re.findall(r"reinterpret_tensor\(fp4_arrivals, \(\d+, \), \(1, \), 0\), None, \(\), \(\), 0, 1, 90", body)
+    assert met_in == [f"reinterpret_tensor(fp4_arrivals, ({ARRIVALS}, ), (1, ), 0), None, (), (), 0, 1, 90"] * 2
+    assert [e.note.endswith("begins while the kernel before it runs; its blocks meet in a constant of the graph") for e in entries] == (
         [True] + [False] * (products - 1)
     ) * 2
 

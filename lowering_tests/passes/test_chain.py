@@ -54,7 +54,7 @@ def called(graph: str) -> list[str]:
     return re.findall(r"(?:= |auto_functionalized_v2\()fp4\.(\w+)\.default", graph)
 
 
-def counters(graph: str) -> list[tuple[str, str]]:
+def arrivals_of(graph: str) -> list[tuple[str, str]]:
     """Of each op that counts: the value that it counts in, and that which it leaves."""
     left = []
     for name, op, bases in re.findall(r"(v\d+) = auto_functionalized_v2\(fp4\.(\w+)\.default.*_all_bases=\[(.*?)\]", graph):
@@ -117,7 +117,7 @@ def test_decode_steps(chained, family):
     assert float((got.double() - want.double()).norm() / want.double().norm()) < 3e-2
     ops = [name for name in called(c.graph) if name != "linear_head"]
     assert (ops, left) == (FAMILIES[family], [])
-    links = counters(c.graph)
+    links = arrivals_of(c.graph)
     assert all(before[1] == after[0] for before, after in itertools.pairwise(links)), "each counts in what the one before it has left"
 
 
@@ -252,14 +252,14 @@ LEFT = {
     "a kernel that is off": (two, [SQUARE] * 2, dict(thresholds={"chain": 0}), "switched off by DispatchConfig.thresholds"),
     "another kernel": (two, [SQUARE] * 2, dict(thresholds={"gemv": 0}), f"linear, then pointwise serves N = {K}, K = {K}, not cuda_gemv"),
     "K": (lambda a, x, o, down: fp4.linear(fp4.linear(a, *o), *down), [(48, K), (K, 48)], {}, "K = 48 is not a multiple of 64"),
-    "no attention": (two, [SQUARE] * 2, dict(attend=without), chain.NO_COUNTERS),
-    "an attention without counters": (two, [SQUARE] * 2, dict(attend=lambda x, arrivals: attended(x, None)), chain.NO_COUNTERS),
-    "few counters": (
-        two, [SQUARE] * 2, dict(count=8), f"the fp4.cached_attention before it has 8 counters, one launch needs {ARRIVALS}",
+    "no attention": (two, [SQUARE] * 2, dict(attend=without), chain.NO_ARRIVALS),
+    "an attention without arrivals": (two, [SQUARE] * 2, dict(attend=lambda x, arrivals: attended(x, None)), chain.NO_ARRIVALS),
+    "few arrivals": (
+        two, [SQUARE] * 2, dict(count=8), f"the fp4.cached_attention before it has 8 arrivals, one launch needs {ARRIVALS}",
     ),
     "a part of a buffer": (
         two, [SQUARE] * 2, dict(attend=lambda x, arrivals: attended(x, arrivals[2:])),
-        "the counters of the fp4.cached_attention before it are a part of a buffer",
+        "the arrivals of the fp4.cached_attention before it are a part of a buffer",
     ),
     "a product": (lambda a, x, o, down: fp4.linear(fp4.linear(a, *o) * x, *down), [SQUARE] * 2, {}, "a result is multiplied by another tensor"),
     "a sum with what is made between": (
@@ -302,7 +302,7 @@ def test_a_chain_has_four_products_at_most(compared, count, ops):
     """The second one counts in what the first one has left."""
     c, found, left = compared(line, *[SQUARE] * count)
     assert (found, left) == (ops, [])
-    links = counters(c.graph)
+    links = arrivals_of(c.graph)
     assert all(before[1] == after[0] for before, after in itertools.pairwise(links))
 
 
@@ -318,13 +318,13 @@ ZEROS = rf"(v\d+) = aten\.full\.default\(\[{ARRIVALS}\], 0, dtype=torch\.int32"
 
 
 @pytest.mark.parametrize(("count", "ops"), [(2, ["linear", "linear"]), (3, ["linear_chain"]), (6, ["linear_chain", "linear_chain"])])
-def test_without_counters(compared, count, ops):
+def test_without_arrivals(compared, count, ops):
     """The graph makes zeros, once, if the launches that are saved are more than that."""
     c, found, left = compared(line, *[SQUARE] * count, attend=without)
-    assert (found, left) == (ops, [chain.NO_COUNTERS] if count == 2 else [])
+    assert (found, left) == (ops, [chain.NO_ARRIVALS] if count == 2 else [])
     zeros = re.findall(ZEROS, c.graph)
     assert len(zeros) == (count > 2)
-    links = counters(c.graph)
+    links = arrivals_of(c.graph)
     assert [links[0][0]] == zeros if zeros else not links
     assert all(before[1] == after[0] for before, after in itertools.pairwise(links))
 

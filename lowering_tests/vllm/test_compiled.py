@@ -115,7 +115,7 @@ def test_a_token_is_one_launch_between_two_attentions(folders, monkeypatch, cach
                 assert compilation_counter.num_compiled_artifacts_saved - saved == 2 * 3  # of one token and of more: the first, a middle, and the last piece
                 # Behind an attention: o + residual, norm + gate_up, down + residual, norm + q/k/v; in the last piece all but q/k/v.
                 assert (found["linear_chain"], found["norm_linear_glu"], found["norm_linear"]) == (2, 2, 1)
-    assert text.count("cuda_gemv_chain") >= 4 and "it counts in a constant of the graph" in text and "begins while the kernel before it runs" in text
+    assert text.count("cuda_gemv_chain") >= 4 and "its blocks meet in a constant of the graph" in text and "begins while the kernel before it runs" in text
     assert [len(places) for places in buffers] == [2, 2]
     with engine(folder, quantization="fp4_inductor") as llm:
         want = [llm.ask([prompt], 6)[0] for prompt in PROMPTS]

@@ -1,4 +1,4 @@
-"""cuda_gemv_chain: two to four products of one row in one launch (``csrc/gemm/linear_chain.cu``); each waits, by counters, for the result before it.
+"""cuda_gemv_chain: two to four products of one row in one launch (``csrc/gemm/linear_chain.cu``); each reads the result before it as soon as that is there.
 
 Its calls are described a product at a time: N and K of one, whose own kernel is cuda_gemv.
 """
