@@ -1,13 +1,14 @@
-"""Two trees of this package timed in turns on one machine: did a change that should cost nothing cost something?
+"""Trees of this package timed in turns on one machine: what did a change gain, or cost where it should cost nothing?
 
-    python benchmarks/turns.py OLD NEW [--only dense sparse moe model eager] [--rounds 3] [--out CSV]
+    python benchmarks/turns.py OLD NEW [NEW ...] [--only dense sparse moe eager model generate] [--rounds 3] [--out CSV]
     python benchmarks/turns.py . . --smoke          # two times this tree, tiny shapes on a CPU: does everything run?
 
-OLD and NEW are folders with an ``fp4_inductor`` in them. Each is imported by a process of its own, which keeps its weights; row by row the two
-processes take turns (old, new, new, old, ...), and a row's figure is the median of its turns. Only ``torch.ops.fp4`` and public functions are
-called, so that both trees can answer. Kernels: cold L2, CUDA-graph replay (``timing.py``). ``eager``: microseconds of the host for one call of
-``fp4.linear``, the GPU not waited for. ``model``: milliseconds of a compiled decode step. The same seed gives both the same weights; ``sum`` is a
-checksum of a result, which has to be equal.
+OLD and NEW are folders with an ``fp4_inductor`` in them, and the ``csrc`` that it compiles. Each is imported by a process of its own, which keeps its weights
+and what it has compiled; row by row all make themselves ready at once, then take turns (old, new, new, old, ...), and a row's figure is the median of its
+turns. Only ``torch.ops.fp4`` and public functions are called, so that all trees can answer. Kernels: cold L2, CUDA-graph replay (``timing.py``). ``eager``:
+microseconds of the host for one call of ``fp4.linear``, the GPU not waited for. ``model``: milliseconds of a compiled decode step. ``generate``: milliseconds
+of a token of ``fp4_inductor.generate`` over a ``KVCache``. The same seed gives all the same weights; ``sum`` is a checksum of a result, which is equal where
+a change leaves the order of sums as it was.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ ROWS = (1, 4, 8, 16, 32, 64, 128, 256, 1024, 4096)
 EXPERTS = {"qwen3_30b": (128, 8, 2048, 768), "mixtral": (8, 2, 4096, 14336)}  # E, top k, hidden, I
 TOKENS = (1, 4, 32, 256, 1024, 4096)
 MODELS = (("qwen3-8b", 8, 1), ("qwen3-8b", 8, 8), ("qwen3-8b", 8, 32), ("qwen3-30b", 6, 1))  # shape, layers, batch
-KINDS = ("dense", "sparse", "moe", "eager", "model")
+LOOPS = (("qwen3-8b", 12, 1), ("qwen3-30b", 12, 1), ("qwen3-8b", 12, 8))
+KINDS = ("dense", "sparse", "moe", "eager", "model", "generate")
 Row = dict[str, Any]
 
 
@@ -47,8 +49,9 @@ def rows(kinds: list[str], smoke: bool) -> Iterator[Row]:
         yield from (dict(kind="moe", layer=name, sizes=sizes, m=m) for name, sizes in layers.items() for m in tokens)
     if "eager" in kinds:
         yield from (dict(kind="eager", n=n, k=k, m=m) for n, k in shapes[:2] for m in (1, 8, 64))
-    if "model" in kinds:
-        yield from (dict(kind="model", layer=name, layers=layers, m=batch) for name, layers, batch in ((("tiny", 1, 1),) if smoke else MODELS))
+    for kind, shapes_of in (("model", MODELS), ("generate", LOOPS)):
+        if kind in kinds:
+            yield from (dict(kind=kind, layer=name, layers=layers, m=batch) for name, layers, batch in ((("tiny", 1, 1),) if smoke else shapes_of))
 
 
 # --- the worker: one tree ------------------------------------------------------------------------------------------------
@@ -122,21 +125,28 @@ def moe(row: Row, device: str) -> tuple[float, float]:
     return timed(run, len(calls), device), float(run(0).double().sum())
 
 
-@torch.inference_mode()
-def model(row: Row, device: str) -> tuple[float, float]:
-    """Milliseconds of a step of one token for each sequence, behind 512 positions."""
+def built(name: str, layers: int, device: str) -> Any:
     import decode
-    from transformers import StaticCache
 
     import fp4_inductor
 
     torch.manual_seed(0)
-    torch._dynamo.reset()
-    net = decode.build(row["layer"], row["layers"], device)
+    net = decode.build(name, layers, device)
     fp4_inductor.quantize_model(net, fp4_inductor.NVFP4Config("amax"), progress=False)
+    return net
+
+
+@functools.lru_cache(maxsize=1)
+def step_of(name: str, layers: int, batch: int, device: str) -> tuple[Callable[[], Any], Callable[[], None]]:
+    """A compiled step of one token for each sequence, behind 512 positions; and what goes back there."""
+    import decode
+    from transformers import StaticCache
+
+    torch._dynamo.reset()
+    net = built(name, layers, device)
     context = 512 if device == "cuda" else 16
     cache = StaticCache(config=net.config, max_cache_len=context + decode.IN_A_ROW)
-    ids, at = torch.randint(0, 200, (row["m"], 1), device=device), torch.tensor([context], device=device)
+    ids, at = torch.randint(0, 200, (batch, 1), device=device), torch.tensor([context], device=device)
     fixed = dict(past_key_values=cache, cache_position=at, position_ids=at[None], use_cache=True, logits_to_keep=1)
     net(input_ids=ids, **fixed)
     forward = torch.compile(net, mode="reduce-overhead" if device == "cuda" else "default", fullgraph=True, dynamic=False)
@@ -150,8 +160,50 @@ def model(row: Row, device: str) -> tuple[float, float]:
             layer.cumulative_length.fill_(context)
 
     reset()
+    step()
+    return step, reset
+
+
+@torch.inference_mode()
+def model(row: Row, device: str) -> tuple[float, float]:
+    import decode
+
+    step, reset = step_of(row["layer"], row["layers"], row["m"], device)
+    reset()
     checksum = float(step().logits.double().sum())
     return decode.median_ms(step, reset, device, 7, decode.IN_A_ROW if device == "cuda" else 1), checksum
+
+
+@functools.lru_cache(maxsize=1)
+def loop_of(name: str, layers: int, batch: int, device: str) -> Callable[[int], torch.Tensor]:
+    """``run(count)``: so many greedy tokens behind a prompt of 512, compiled."""
+    import fp4_inductor
+
+    torch._dynamo.reset()
+    net = built(name, layers, device)
+    context = 512 if device == "cuda" else 16
+    ids = torch.randint(0, 200, (batch, context), device=device)
+    cache = fp4_inductor.KVCache(net, context + 256, batch)
+
+    def run(count: int) -> torch.Tensor:
+        cache.reset()
+        return fp4_inductor.generate(net, ids, past_key_values=cache, max_new_tokens=count, do_sample=False, eos_token_id=None)
+
+    for count in (1, 3, 3):
+        run(count)
+    return run
+
+
+def generate(row: Row, device: str) -> tuple[float, float]:
+    run, count, times = loop_of(row["layer"], row["layers"], row["m"], device), 129 if device == "cuda" else 5, {}
+    for tokens in (1, count):
+        begin = time.perf_counter()
+        result = run(tokens).sum().item()
+        times[tokens] = time.perf_counter() - begin
+    return (times[count] - times[1]) / (count - 1) * 1e3, result
+
+
+MADE = {"model": step_of, "generate": loop_of}  # what takes long, ahead of the first turn
 
 
 def work(device: str) -> None:
@@ -164,8 +216,13 @@ def work(device: str) -> None:
         torch.set_num_threads(1)
     for line in sys.stdin:
         row = json.loads(line)
-        figure, checksum = {"moe": moe, "model": model}.get(row["kind"], linear)(row, device)
-        print(json.dumps([figure, checksum]), file=answers, flush=True)
+        if row.pop("prepare", False):
+            answer = (0.0, 0.0)
+            if row["kind"] in MADE:
+                MADE[row["kind"]](row["layer"], row["layers"], row["m"], device)
+        else:
+            answer = {"moe": moe, "model": model, "generate": generate}.get(row["kind"], linear)(row, device)
+        print(json.dumps(answer), file=answers, flush=True)
 
 
 # --- the driver ------------------------------------------------------------------------------------------------------
@@ -177,25 +234,31 @@ class Worker:
         command = [sys.executable, str(HERE), "--worker", device]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}, cwd=tree)
 
-    def ask(self, row: Row) -> tuple[float, float]:
-        stdin, stdout = self.process.stdin, self.process.stdout
-        if stdin is None or stdout is None:
+    def begin(self, row: Row) -> None:
+        if self.process.stdin is None:
             raise RuntimeError("the worker has no pipes")
-        print(json.dumps(row), file=stdin, flush=True)
-        line = stdout.readline()
+        print(json.dumps(row), file=self.process.stdin, flush=True)
+
+    def answer(self, row: Row) -> tuple[float, float]:
+        line = self.process.stdout.readline() if self.process.stdout else ""
         if not line:
             raise RuntimeError(f"a worker ended at {row}: exit code {self.process.wait()}")
         figure, checksum = json.loads(line)
         return figure, checksum
 
 
-def in_turns(workers: tuple[Worker, Worker], row: Row, rounds: int) -> tuple[list[list[float]], list[float]]:
+def in_turns(workers: list[Worker], row: Row, rounds: int) -> tuple[list[list[float]], list[float]]:
     """The times and a checksum of each worker. The order alternates: what runs first after a pause is at times slower, whatever it is."""
-    times: list[list[float]] = [[], []]
-    sums = [math.nan, math.nan]
+    for worker in workers:
+        worker.begin(row | dict(prepare=True))
+    for worker in workers:
+        worker.answer(row)
+    times: list[list[float]] = [[] for _ in workers]
+    sums = [math.nan] * len(workers)
     for turn in range(rounds):
-        for i in (0, 1) if turn % 2 == 0 else (1, 0):
-            figure, sums[i] = workers[i].ask(row)
+        for i in range(len(workers)) if turn % 2 == 0 else reversed(range(len(workers))):
+            workers[i].begin(row)
+            figure, sums[i] = workers[i].answer(row)
             times[i].append(figure)
     return times, sums
 
@@ -206,7 +269,7 @@ def median(values: list[float]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("trees", nargs="*", type=Path, help="OLD NEW")
+    parser.add_argument("trees", nargs="*", type=Path, help="OLD NEW [NEW ...]")
     parser.add_argument("--only", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--smoke", action="store_true")
@@ -216,21 +279,28 @@ def main() -> None:
     if args.worker:
         work(args.worker)
         return
-    if len(args.trees) != 2:
-        parser.error("two folders: OLD NEW")
+    if len(args.trees) < 2:
+        parser.error("two folders or more: OLD NEW ...")
     device = "cpu" if args.smoke else "cuda"
-    workers = tuple(Worker(tree.resolve(), device) for tree in args.trees)
+    trees = [tree.absolute() for tree in args.trees]
+    workers = [Worker(tree, device) for tree in trees]
     found, logs = [], {}
     for row in rows(args.only, args.smoke):
-        times, sums = in_turns(workers, row, args.rounds)  # type: ignore[arg-type]
-        old, new = map(median, times)
-        same = sums[0] == sums[1]
-        logs.setdefault(row["kind"], []).append(math.log(new / old))
+        times, sums = in_turns(workers, row, args.rounds)
+        old, *others = map(median, times)
         what = dict(kind=row["kind"], layer=row.get("layer", ""), n=row.get("n", ""), k=row.get("k", ""), m=row["m"])
-        found.append(dict(machine(), **what, old=round(old, 3), new=round(new, 3), ratio=round(new / old, 4), sum="equal" if same else "OTHER"))
-        print(" ".join(f"{v:>9}" for v in what.values()), f"{old:10.2f} {new:10.2f}  {new / old:.3f} {'' if same else 'ANOTHER RESULT'}", flush=True)
-    for kind, each in logs.items():
-        print(f"{kind}: geometric mean {math.exp(sum(each) / len(each)):.4f}, worst {math.exp(max(each)):.3f} of {len(each)} rows")
+        for tree, new, checksum in zip(trees[1:], others, sums[1:], strict=True):
+            same = sums[0] == checksum
+            logs.setdefault((row["kind"], tree.name), []).append(math.log(new / old))
+            figures = dict(tree=tree.name, old=round(old, 3), new=round(new, 3), ratio=round(new / old, 4), sum="equal" if same else "OTHER")
+            found.append(dict(machine(), **what, **figures))
+            print(
+                " ".join(f"{v:>9}" for v in what.values()),
+                f"{old:10.3f} {new:10.3f}  {new / old:.3f} {tree.name} {'' if same else 'ANOTHER RESULT'}",
+                flush=True,
+            )
+    for (kind, tree), each in logs.items():
+        print(f"{kind} of {tree}: geometric mean {math.exp(sum(each) / len(each)):.4f}, worst {math.exp(max(each)):.3f} of {len(each)} rows")
     save(found, "turns.csv", args.out, args.smoke)
 
 

@@ -47,11 +47,15 @@ def test_decode(tmp_path):
 
 
 def test_turns(tmp_path):
-    said = run("turns.py", str(ROOT), str(ROOT), "--smoke", "--only", "dense", "sparse", "moe", "eager", "--rounds", "2", "--out", str(tmp_path / "turns.csv"))
+    """Two trees, of which the second is named by its folder."""
+    pytest.importorskip("transformers")
+    (tmp_path / "other").symlink_to(ROOT)
+    kinds = ["dense", "sparse", "moe", "eager", "generate"]
+    said = run("turns.py", str(ROOT), str(tmp_path / "other"), "--smoke", "--only", *kinds, "--rounds", "2", "--out", str(tmp_path / "turns.csv"))
     rows = rows_of(tmp_path / "turns.csv")
-    assert {row["kind"] for row in rows} == {"dense", "sparse", "moe", "eager"}
-    assert all(row["sum"] == "equal" and float(row["old"]) > 0 for row in rows)
-    assert "geometric mean" in said
+    assert {row["kind"] for row in rows} == {*kinds} and {row["tree"] for row in rows} == {"other"}
+    assert all(row["sum"] == "equal" and float(row["old"]) > 0 and float(row["new"]) > 0 for row in rows)
+    assert said.count("geometric mean") == len(kinds)
 
 
 def test_attention(tmp_path):
