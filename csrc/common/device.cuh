@@ -143,7 +143,7 @@ __device__ __forceinline__ uint4 load_relaxed(const void* p) {
 __device__ __forceinline__ uint4 load_relaxed_or_zero(const void* p, bool live) {
   uint4 v;
   asm volatile("{.reg .pred live;\nsetp.ne.s32 live, %5, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n@live ld.relaxed.sys.global.v4.u32 {%0,%1,%2,%3}, [%4];}"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
                : "l"(p), "r"((int)live)
                : "memory");
   return v;
