@@ -114,22 +114,13 @@ __device__ __forceinline__ int count_arrival(int* counter) {
   return before;
 }
 
-// Adds one, and does not wait for what was there.
-__device__ __forceinline__ void arrive(int* counter) { asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory"); }
-// The same in no order with other accesses, and until a counter that is added to so is `count` or more.
+// Adds one in no order with other accesses, and waits until a counter that is added to so is `count` or more. Only blocks of the same launch that run at once may
+// be waited for.
 __device__ __forceinline__ void arrive_relaxed(int* counter) { asm volatile("red.relaxed.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory"); }
 __device__ __forceinline__ void wait_for_relaxed(const int* counter, int count) {
   int arrived;
   do {
     asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(arrived) : "l"(counter) : "memory");
-  } while (arrived < count);
-}
-// Until that counter is `count` or more: what the blocks that added had written before is then visible to this thread, and behind a barrier to its block. Only
-// blocks of the same launch that run at once may be waited for.
-__device__ __forceinline__ void wait_for_arrivals(const int* counter, int count) {
-  int arrived;
-  do {
-    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(arrived) : "l"(counter) : "memory");
   } while (arrived < count);
 }
 

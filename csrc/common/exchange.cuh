@@ -27,18 +27,12 @@ template <typename T> struct Exchange {
 
   // Element n of this rank's part, to all ranks.
   __device__ __forceinline__ void store(int set, int sum, int n, T part) const {
-    const uint32_t bits = two_bytes_of(part);
-    for (int of = 0; of < ranks; ++of) store_relaxed_16(row(of, set, sum, mine) + n, bits ? bits : 0x8000);
+    for (int of = 0; of < ranks; ++of) Rows<T>::store(row(of, set, sum, mine) + n, part);
   }
   // Element n of the sum, and of what is added to it: rounded once.
   __device__ __forceinline__ T load(int set, int sum, int n, float added) const {
     float v = 0.f;
-    for (int from = 0; from < ranks; ++from) {
-      uint32_t bits;
-      do bits = load_relaxed_16(row(mine, set, sum, from) + n);
-      while (!bits);
-      v += Numbers<T>::to_float(of_two_bytes<T>(bits));
-    }
+    for (int from = 0; from < ranks; ++from) v += Rows<T>::load(row(mine, set, sum, from) + n);
     return Numbers<T>::from_float(v + added);
   }
   // Elements n to n + 7, before anything is added. The parts are added in the order of the ranks, on all of them.

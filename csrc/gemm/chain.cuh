@@ -40,6 +40,9 @@ template <typename T> struct Product {
   __device__ __forceinline__ int k_group_of(int warp) const { return warp & ((1 << log_k_groups) - 1); }
   // How many groups this block has, 0 or less where the blocks before have taken all.
   __device__ __forceinline__ int groups_of(int block) const { return min(groups, all - block * groups); }
+  // Its first column, and how many it has.
+  __device__ __forceinline__ int first_of(int block) const { return block * groups << log_width; }
+  __device__ __forceinline__ int columns_of(int block) const { return min(groups << log_width, columns - first_of(block)); }
 };
 
 // Shared memory: x in half2, the factors of its blocks of 16, the warps' sums of squares, operands of the epilogue [5][columns], sums [k_groups][groups * R],
@@ -172,7 +175,7 @@ template <typename T, bool kRouted> struct Fetching {
 
 // The rows of a product that this block will multiply begin to come to L2.
 template <typename T> __device__ __forceinline__ void fetch_to_l2(const Product<T>& p) {
-  const int n0 = blockIdx.x * p.groups << p.log_width, rows = min(p.groups << p.log_width, p.columns - n0);
+  const int n0 = p.first_of(blockIdx.x), rows = p.columns_of(blockIdx.x);
   for (int part = 0; part < p.parts; ++part) {
     const size_t first = n0 + part * p.columns, codes = first * (p.K / 2), scales = first * (p.K / 16);
     for (int at = threadIdx.x * 128; at < rows * (p.K / 2); at += kMultiplying * 128) prefetch_l2(p.q + codes + at);

@@ -40,7 +40,7 @@ template <typename T> __device__ __forceinline__ uint4 summed(const Chain<T>& ch
 template <typename T, bool kSummed> __device__ __forceinline__ void finish(const Chain<T>& chain, const Memory<T>& memory, int product, int set, int sums_set) {
   const Product<T>& p = chain.products[product];
   const bool last = product == chain.count - 1, summed = kSummed && chain.sum[product] >= 0;
-  const int n0 = blockIdx.x * p.groups << p.log_width, count = min(p.groups << p.log_width, p.columns - n0);
+  const int n0 = p.first_of(blockIdx.x), count = p.columns_of(blockIdx.x);
   for (int c = threadIdx.x; c < count; c += kMultiplying) {
     float all[2] = {};
     for (int k_group = 0; k_group < 1 << p.log_k_groups; ++k_group) {
@@ -196,7 +196,7 @@ template <typename T, bool kRouted, bool kSummed> __device__ __forceinline__ voi
   auto store_sum = [&](int product) {
     const Product<T>& p = chain.products[product];
     const T *earlier = p.added >= 0 ? rows.row(set, p.added) : nullptr, *residual = chain.sum_residual[product];
-    const int n0 = blockIdx.x * p.groups << p.log_width, count = min(p.groups << p.log_width, p.columns - n0);
+    const int n0 = p.first_of(blockIdx.x), count = p.columns_of(blockIdx.x);
     for (int c = lane; c < count; c += 32) {
       const float added = earlier ? Rows<T>::load(earlier + n0 + c) : residual ? from_l2(residual + n0 + c) : 0.f;
       const T y = chain.exchange.load(sums_set, chain.sum[product], n0 + c, added);
@@ -207,7 +207,7 @@ template <typename T, bool kRouted, bool kSummed> __device__ __forceinline__ voi
 #pragma unroll 1
   for (int product = 0; product < chain.count; ++product) {
     const Product<T>& p = chain.products[product];
-    const int groups = p.groups_of(blockIdx.x), n0 = blockIdx.x * p.groups << p.log_width, count = min(p.groups << p.log_width, p.columns - n0);
+    const int groups = p.groups_of(blockIdx.x), n0 = p.first_of(blockIdx.x), count = p.columns_of(blockIdx.x);
     const bool routed = kRouted && product == chain.routing.product, after_sum = kSummed && product && chain.sum[product - 1] >= 0;
     if (product && (groups > 0 || routed)) {
       if (!after_sum && lane == 0) rows.wait_for_all(set, product - 1, chain.products[product - 1].blocks);

@@ -27,8 +27,6 @@ inline uint4 load_128(const void* p) { return *(const uint4*)p; }
 inline uint32_t load_16(const void* p) { return *(const uint16_t*)p; }
 inline uint32_t load_8(const void* p) { return *(const uint8_t*)p; }
 inline int count_arrival(int* counter) { return emulated::count_arrival(counter); }
-inline void arrive(int* counter) { emulated::count_arrival(counter); }
-inline void wait_for_arrivals(const int* counter, int count) { emulated::flag_wait(counter, count); }
 // Who asks for what is not there yet has nothing else to do: it waits until no half is 0.
 inline uint4 load_relaxed(const void* p) {
   for (int i = 0; i < 4; ++i) emulated::halves_wait((const uint32_t*)p + i, 0xFFFFFFFF);
