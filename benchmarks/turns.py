@@ -125,6 +125,10 @@ def moe(row: Row, device: str) -> tuple[float, float]:
     return timed(run, len(calls), device), float(run(0).double().sum())
 
 
+def context_on(device: str) -> int:
+    return 512 if device == "cuda" else 16
+
+
 def built(name: str, layers: int, device: str) -> Any:
     import decode
 
@@ -138,13 +142,12 @@ def built(name: str, layers: int, device: str) -> Any:
 
 @functools.lru_cache(maxsize=1)
 def step_of(name: str, layers: int, batch: int, device: str) -> tuple[Callable[[], Any], Callable[[], None]]:
-    """A compiled step of one token for each sequence, behind 512 positions; and what goes back there."""
+    """A compiled step of one token for each sequence, behind ``context_on`` positions; and what goes back there."""
     import decode
     from transformers import StaticCache
 
     torch._dynamo.reset()
-    net = built(name, layers, device)
-    context = 512 if device == "cuda" else 16
+    net, context = built(name, layers, device), context_on(device)
     cache = StaticCache(config=net.config, max_cache_len=context + decode.IN_A_ROW)
     ids, at = torch.randint(0, 200, (batch, 1), device=device), torch.tensor([context], device=device)
     fixed = dict(past_key_values=cache, cache_position=at, position_ids=at[None], use_cache=True, logits_to_keep=1)
@@ -175,35 +178,29 @@ def model(row: Row, device: str) -> tuple[float, float]:
 
 
 @functools.lru_cache(maxsize=1)
-def loop_of(name: str, layers: int, batch: int, device: str) -> Callable[[int], torch.Tensor]:
-    """``run(count)``: so many greedy tokens behind a prompt of 512, compiled."""
-    import fp4_inductor
+def tokens_of(name: str, layers: int, batch: int, device: str) -> Callable[[int], torch.Tensor]:
+    """``run(count)``: so many greedy tokens behind a prompt, compiled."""
+    from generate import loop_of
 
     torch._dynamo.reset()
-    net = built(name, layers, device)
-    context = 512 if device == "cuda" else 16
+    net, context = built(name, layers, device), context_on(device)
     ids = torch.randint(0, 200, (batch, context), device=device)
-    cache = fp4_inductor.KVCache(net, context + 256, batch)
-
-    def run(count: int) -> torch.Tensor:
-        cache.reset()
-        return fp4_inductor.generate(net, ids, past_key_values=cache, max_new_tokens=count, do_sample=False, eos_token_id=None)
-
+    run = loop_of("kv", net, context + 256, batch, "bf16")
     for count in (1, 3, 3):
-        run(count)
-    return run
+        run(ids, count)
+    return lambda count: run(ids, count)
 
 
 def generate(row: Row, device: str) -> tuple[float, float]:
-    run, count, times = loop_of(row["layer"], row["layers"], row["m"], device), 129 if device == "cuda" else 5, {}
-    for tokens in (1, count):
-        begin = time.perf_counter()
-        result = run(tokens).sum().item()
-        times[tokens] = time.perf_counter() - begin
-    return (times[count] - times[1]) / (count - 1) * 1e3, result
+    from generate import seconds
+
+    run, count = tokens_of(row["layer"], row["layers"], row["m"], device), 129 if device == "cuda" else 5
+    one, _ = seconds(lambda: run(1), device)
+    all_, result = seconds(lambda: run(count), device)
+    return (all_ - one) / (count - 1) * 1e3, float(result.sum())
 
 
-MADE = {"model": step_of, "generate": loop_of}  # what takes long, ahead of the first turn
+MADE = {"model": step_of, "generate": tokens_of}  # what takes long, ahead of the first turn
 
 
 def work(device: str) -> None:
