@@ -71,7 +71,7 @@ def layer(shape, dtype=BF16, rich=False) -> tuple[torch.Tensor, list[Product]]:
     return torch.randn(1, k, device=DEVICE).to(dtype) * 3, products
 
 
-def counters() -> torch.Tensor:
+def zeros() -> torch.Tensor:
     return torch.zeros(ARRIVALS, dtype=torch.int32, device=DEVICE)
 
 
@@ -102,7 +102,7 @@ def test_against_float64_and_single_launches(shape, dtype, rich):
     for first, last in ((0, 4), (0, 3), (1, 4), (1, 3), (0, 2), (2, 4)):
         part = [p._replace(added=p.added - first if p.added >= first else -1) for p in products[first:last]]
         given = torch.randn(1, 2 * part[0].qdata.shape[1], device=DEVICE).to(dtype) if first else x
-        c = ChainCall.made(given, part, counters())
+        c = ChainCall.made(given, part, zeros())
         got = launched(c)
         for i, (a, alone, want) in enumerate(zip(got, one_by_one(c), CONTRACT.reference(*c), strict=False)):
             assert error(a, want.double()) <= CONTRACT.tolerance[dtype], (first, last, i)
@@ -115,13 +115,13 @@ def test_other_values(shape):
     """Rows of zeros, tiny and huge activations, and NaN, which reaches every result."""
     x, products = layer(shape)
     for value in (torch.zeros_like(x), x * 1e-6, x * 1e4):
-        c = ChainCall.made(value, products, counters())
+        c = ChainCall.made(value, products, zeros())
         assert all(error(a, b.double()) <= CONTRACT.tolerance[BF16] for a, b in zip(launched(c), CONTRACT.reference(*c), strict=True))
     for column in (0, x.shape[1] // 2, x.shape[1] - 1):
         dirty = x.clone()
         dirty[0, column] = float("nan")
-        assert all(bool(y.isnan().all()) for y in launched(ChainCall.made(dirty, products, counters())))
-    clean = ChainCall.made(x, products, counters())
+        assert all(bool(y.isnan().all()) for y in launched(ChainCall.made(dirty, products, zeros())))
+    clean = ChainCall.made(x, products, zeros())
     assert all(bool(y.isfinite().all()) for y in launched(clean)), "nothing of that is left"
 
 
@@ -130,7 +130,7 @@ def test_a_thousand_replays_are_bit_equal(shape):
     """Three chains in a row that share memory, begun early: the results of one are read by the next."""
     x, products = layer(shape)
     again = products[1:3]
-    arrivals = counters()
+    arrivals = zeros()
 
     def run():
         results = launched(ChainCall.made(x, products, arrivals), early=True)
@@ -215,7 +215,7 @@ def piece():
 @pytest.mark.parametrize("engine", [False, True], ids=["any caller", "an engine"])
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"], ids=["no graphs", "CUDA graphs"])
 def test_graphs_without_an_attention(mode, engine):
-    """They count in zeros of their own, filled at each call, or kept by an engine's graph."""
+    """They meet in zeros of their own, filled at each call, or kept by an engine's graph."""
     f, x = piece()
     remove = _engines.add_provider(lambda: engine)
     try:
@@ -264,7 +264,7 @@ def test_generate_takes_it():
 
 def test_an_eager_call_is_one_by_one():
     x, products = layer("Qwen3-0.6B")
-    c = ChainCall.made(x, products, counters())
+    c = ChainCall.made(x, products, zeros())
     assert all(error(a, b.double()) <= CONTRACT.tolerance[BF16] for a, b in zip(fp4.linear_chain(*c), CONTRACT.reference(*c), strict=True))
 
 
@@ -301,7 +301,7 @@ def test_experts_against_float64(name, dtype):
     for first, last in ((0, 4), (0, 3), (1, 4), (1, 3)):
         part = [p._replace(added=p.added - first if p.added >= first else -1) for p in products[first:last]]
         given = torch.randn(1, MIXTURES[name][1], device=DEVICE).to(dtype) if first else x
-        c = ChainCall.made(given, part, counters())
+        c = ChainCall.made(given, part, zeros())
         got = launched(c)
         for i, (a, want) in enumerate(zip(got, CONTRACT.reference(*c), strict=False)):
             assert not want.numel() or error(a, want.double()) <= CONTRACT.tolerance[dtype], (first, last, i)

@@ -115,7 +115,7 @@ def test_three_layers_are_seven_launches():
 
 
 def test_the_code():
-    """What counts counts in one buffer, of which no copy is made; attention reads q, k and v where their product lies."""
+    """All meet in one buffer, of which no copy is made; attention reads q, k and v where their product lies."""
     body = compiled()[0]
     first, second = arguments(body, "linear_chain")
     assert_expected_inline(

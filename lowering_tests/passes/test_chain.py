@@ -55,7 +55,7 @@ def called(graph: str) -> list[str]:
 
 
 def arrivals_of(graph: str) -> list[tuple[str, str]]:
-    """Of each op that counts: the value that it counts in, and that which it leaves."""
+    """Of each op whose programs meet in arrivals: the value that it is given, and that which it leaves."""
     left = []
     for name, op, bases in re.findall(r"(v\d+) = auto_functionalized_v2\(fp4\.(\w+)\.default.*_all_bases=\[(.*?)\]", graph):
         number = 4 if op == "linear_chain" else 3
@@ -118,7 +118,7 @@ def test_decode_steps(chained, family):
     ops = [name for name in called(c.graph) if name != "linear_head"]
     assert (ops, left) == (FAMILIES[family], [])
     links = arrivals_of(c.graph)
-    assert all(before[1] == after[0] for before, after in itertools.pairwise(links)), "each counts in what the one before it has left"
+    assert all(before[1] == after[0] for before, after in itertools.pairwise(links)), "each is given what the one before it has left"
 
 
 def test_layers_that_are_compiled_once(chained):
@@ -299,7 +299,7 @@ def line(a, x, *parts):
 
 @pytest.mark.parametrize(("count", "ops"), [(1, ["linear"]), (4, ["linear_chain"]), (5, ["linear_chain", "linear"]), (7, ["linear_chain"] * 2)])
 def test_a_chain_has_four_products_at_most(compared, count, ops):
-    """The second one counts in what the first one has left."""
+    """The second one is given what the first one has left."""
     c, found, left = compared(line, *[SQUARE] * count)
     assert (found, left) == (ops, [])
     links = arrivals_of(c.graph)
